@@ -1,0 +1,81 @@
+// Launching a kernel on a stream, with or without programmatic dependent launch. No torch here.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+namespace sgl_dsv4 {
+
+inline constexpr int kMaxDevices = 64;
+
+struct DeviceFacts {
+  int sm_count = 0;
+  int major = 0;
+};
+
+// Multiprocessor count and compute capability of the current device.
+inline cudaError_t device_facts(DeviceFacts* facts) {
+  static std::atomic<int> cached[kMaxDevices];  // major << 16 | sm_count; 0 = not asked yet
+  int device = 0;
+  if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
+  int packed = device < kMaxDevices ? cached[device].load(std::memory_order_relaxed) : 0;
+  if (packed == 0) {
+    int sms = 0, major = 0;
+    if (cudaError_t err = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); err != cudaSuccess)
+      return err;
+    if (cudaError_t err = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device); err != cudaSuccess)
+      return err;
+    packed = major << 16 | sms;
+    if (device < kMaxDevices) cached[device].store(packed, std::memory_order_relaxed);
+  }
+  facts->sm_count = packed & 0xffff;
+  facts->major = packed >> 16;
+  return cudaSuccess;
+}
+
+// Does the code that is loaded for `kernel` on the current device hold griddepcontrol.wait? It does when it was compiled
+// for sm_90 or newer; PTX of an older target that the driver compiled for a new device does not. The first answer of a
+// device is kept for all kernels of that type: they come from one compilation for one list of targets.
+template <typename Kernel>
+inline cudaError_t has_grid_dependency_wait(Kernel* kernel, bool* yes) {
+  static std::atomic<signed char> cached[kMaxDevices];  // 0 = not asked yet, 1 = no, 2 = yes
+  int device = 0;
+  if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
+  signed char state = device < kMaxDevices ? cached[device].load(std::memory_order_relaxed) : 0;
+  if (state == 0) {
+    cudaFuncAttributes attributes;
+    if (cudaError_t err = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)); err != cudaSuccess)
+      return err;
+    state = attributes.ptxVersion >= 90 ? 2 : 1;
+    if (device < kMaxDevices) cached[device].store(state, std::memory_order_relaxed);
+  }
+  *yes = state == 2;
+  return cudaSuccess;
+}
+
+// Launches `kernel(params)`. With `pdl` the grid may start before its predecessor in the stream has finished: the kernel
+// must execute griddepcontrol.wait in every block before it reads anything that is not constant.
+template <typename Params>
+inline cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes, bool pdl,
+                                 cudaStream_t stream, const Params& params) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  if (pdl) {
+    bool has_wait = false;
+    if (cudaError_t err = has_grid_dependency_wait(kernel, &has_wait); err != cudaSuccess) return err;
+    if (has_wait) {
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+      config.attrs = &attribute;
+      config.numAttrs = 1;
+    }
+  }
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace sgl_dsv4

@@ -1,0 +1,395 @@
+// Merges split-KV partials and runs the epilogue. Contract: decode.h.
+//
+// One block of 4 warps has one (row, head), a warp 128 of its 512 channels, a thread 4. A warp is then one fp8 group of
+// 128, the last 64 channels are the upper half of the last warp, and every O load of a split is one 16-byte load a
+// thread: S independent loads in flight. The time at small T is two dependent trips to L2 (LSE, then O; beside them
+// position, then frequencies), so nothing else may wait in between: the weights are computed while O is on its way.
+#include <atomic>
+
+#include "common/cache_layout.h"
+#include "common/launch.h"
+#include "common/ptx.cuh"
+#include "decode/decode.h"
+#include "decode/epilogue.cuh"
+
+namespace sgl_dsv4 {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kVec = kHeadDim / kThreads;  // channels a thread
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr float kMinusInfinity = -INFINITY;
+static_assert(kVec == 4 && kHeadDim / kWarps == 128);
+
+// Which part of the work a thread has.
+struct Place {
+  int64_t token;
+  int64_t head;
+  int warp;
+  int lane;
+  int channel;  // first of kVec
+};
+
+__device__ __forceinline__ Place my_place(const CombineParams& p) {
+  const uint32_t heads = static_cast<uint32_t>(p.num_heads);
+  const uint32_t token = blockIdx.x / heads;
+  const int thread = static_cast<int>(threadIdx.x);
+  return {token, blockIdx.x - token * heads, thread / 32, thread % 32, thread * kVec};
+}
+
+// ---- merging ----
+
+struct Merged {
+  float value[kVec];  // weighted mean of the live splits' O; 0 if there is none
+  float lse;          // natural log; +inf if there is no live split
+  bool empty;         // no live split
+};
+
+__device__ __forceinline__ bool is_live(float lse) {
+  return lse != kMinusInfinity;
+}  // a NaN is live
+
+// PTX ISA, "ex2.approx.ftz.f32": 2^x; what exp2f uses, without its care for results below 2^-126.
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Weight of a split relative to the largest LSE `most`. Only asked for in rows with a live split, so a dead split never
+// meets -inf - -inf beside finite LSEs: its weight is 2^-inf = 0.
+__device__ __forceinline__ float weight(float lse, float most) {
+  return ex2(lse - most);
+}
+
+// most * ln 2 + ln(sum), ln 2 in two parts: one rounding.
+__device__ __forceinline__ float natural_lse(float most, float sum) {
+  constexpr float kLn2High = 0.693147182464599609375f, kLn2Low = -1.904654299957768e-9f;
+  return fmaf(most, kLn2High, fmaf(most, kLn2Low, logf(sum)));
+}
+
+// Loads that touch no memory unless `wanted`, as one asm block each: left to itself the compiler chains such loads, or
+// puts address and weight arithmetic between the loads of a row.
+
+// PTX ISA, "ld"; -inf, the LSE of an empty split, if not wanted.
+__device__ __forceinline__ float ld_lse_if(bool wanted, const float* address) {
+  float v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.b32 %0, 0xff800000;\n"
+      "@p ld.global.f32 %0, [%1];\n"
+      "}\n"
+      : "=&f"(v)
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
+  return v;
+}
+
+// PTX ISA, "ld.global.cs": read once, evicted first; 0 if not wanted.
+__device__ __forceinline__ float4 ld_o_if(bool wanted, const float* address) {
+  float4 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void accumulate(float (&sum)[kVec], float w, const float4& o) {
+  sum[0] = fmaf(w, o.x, sum[0]);
+  sum[1] = fmaf(w, o.y, sum[1]);
+  sum[2] = fmaf(w, o.z, sum[2]);
+  sum[3] = fmaf(w, o.w, sum[3]);
+}
+
+// At most kSplits splits: every thread holds every LSE, and all of O is in flight at once.
+template <int kSplits>
+struct SplitMerger {
+  float lse[kSplits];
+
+  __device__ __forceinline__ void load_lse(const float* lse_accum, int, const CombineParams& p) {
+#pragma unroll
+    for (int s = 0; s < kSplits; ++s) {
+      lse[s] = ld_lse_if(s < p.num_splits, lse_accum);
+      lse_accum += p.stride_lse_accum_split;
+    }
+  }
+
+  __device__ __forceinline__ Merged merge(const float* o, const float*, int, const CombineParams& p) const {
+    // All loads of O.
+    float4 part[kSplits];
+    bool live = false;
+#pragma unroll
+    for (int s = 0; s < kSplits; ++s) {
+      part[s] = ld_o_if(is_live(lse[s]), o);
+      o += p.stride_o_accum_split;
+      live |= is_live(lse[s]);
+    }
+    Merged m = {{}, INFINITY, !live};
+    if (!live) return m;
+
+    // Weights.
+    float most = lse[0];
+#pragma unroll
+    for (int s = 1; s < kSplits; ++s) most = fmaxf(most, lse[s]);
+    float w[kSplits];
+    float sum = 0.0f;
+#pragma unroll
+    for (int s = 0; s < kSplits; ++s) {
+      w[s] = weight(lse[s], most);
+      sum += w[s];
+    }
+    const float inverse = 1.0f / sum;
+    m.lse = natural_lse(most, sum);
+
+    // Weights that sum to 1 keep the sum of products in range, and a lone live split exact.
+#pragma unroll
+    for (int s = 0; s < kSplits; ++s) accumulate(m.value, w[s] * inverse, part[s]);
+    return m;
+  }
+};
+
+// Any number of splits (kSplits = 0): lane l holds the LSEs of splits l, 32 + l, ... in turn, and only live splits are
+// visited, kBatch loads in flight at a time.
+template <>
+struct SplitMerger<0> {
+  static constexpr int kBatch = 8;
+  float first_lse;  // of split `lane`
+
+  __device__ __forceinline__ static float lane_lse(const float* lse_accum, int split, const CombineParams& p) {
+    return ld_lse_if(split < p.num_splits, lse_accum + split * p.stride_lse_accum_split);
+  }
+
+  __device__ __forceinline__ void load_lse(const float* lse_accum, int lane, const CombineParams& p) {
+    first_lse = lane_lse(lse_accum, lane, p);
+  }
+
+  __device__ __forceinline__ Merged merge(const float* o, const float* lse_accum, int lane,
+                                          const CombineParams& p) const {
+    // Maximum and sum over all splits; LSEs past the first 32 are read again from cache.
+    float most = first_lse;
+    bool live = is_live(first_lse);
+    for (int base = 32; base < p.num_splits; base += 32) {
+      const float lse = lane_lse(lse_accum, base + lane, p);
+      most = fmaxf(most, lse);
+      live |= is_live(lse);
+    }
+    live = __any_sync(kAllLanes, live);
+    Merged m = {{}, INFINITY, !live};
+    if (!live) return m;
+#pragma unroll
+    for (int bit = 16; bit > 0; bit /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, bit));
+    float sum = weight(first_lse, most);
+    for (int base = 32; base < p.num_splits; base += 32) sum += weight(lane_lse(lse_accum, base + lane, p), most);
+#pragma unroll
+    for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(kAllLanes, sum, bit);
+    const float inverse = 1.0f / sum;
+    m.lse = natural_lse(most, sum);
+
+    // O, 32 splits a round.
+    for (int base = 0; base < p.num_splits; base += 32) {
+      const float lse = base == 0 ? first_lse : lane_lse(lse_accum, base + lane, p);
+      const float w = weight(lse, most) * inverse;
+      for (uint32_t todo = __ballot_sync(kAllLanes, is_live(lse)); todo != 0;) {
+        float4 part[kBatch];
+        float part_weight[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int source = todo != 0 ? __ffs(static_cast<int>(todo)) - 1 : 0;
+          part[i] = ld_o_if(todo != 0, o + (base + source) * p.stride_o_accum_split);
+          const float source_weight = __shfl_sync(kAllLanes, w, source);
+          part_weight[i] = todo != 0 ? source_weight : 0.0f;
+          todo &= todo - 1;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) accumulate(m.value, part_weight[i], part[i]);
+      }
+    }
+    return m;
+  }
+};
+
+// ---- inverse RoPE ----
+
+// (cos, sin) of a thread's two pairs; outside the last kRopeDim channels it is not used.
+struct Rotation {
+  float2 pair[kVec / 2];
+};
+
+__device__ __forceinline__ bool rotates(const Place& place, const CombineParams& p) {
+  return p.freqs_cis != nullptr && place.channel >= kNopeDim;
+}
+
+__device__ __forceinline__ int64_t load_position(const Place& place, const CombineParams& p) {
+  if (!rotates(place, p)) return 0;
+  const int64_t at = place.token * p.stride_positions_token;
+  return p.positions_are_int64 ? static_cast<const int64_t*>(p.positions)[at]
+                               : static_cast<const int32_t*>(p.positions)[at];
+}
+
+__device__ __forceinline__ Rotation load_rotation(const Place& place, int64_t position, const CombineParams& p) {
+  const float2 nan = make_float2(NAN, NAN);
+  Rotation r = {{nan, nan}};
+  if (rotates(place, p) && position >= 0 && position < p.num_freqs) {
+    const float* row = p.freqs_cis + position * p.stride_freqs_position + (place.channel - kNopeDim);
+    r.pair[0] = reinterpret_cast<const float2*>(row)[0];
+    r.pair[1] = reinterpret_cast<const float2*>(row)[1];
+  }
+  return r;
+}
+
+// ---- outputs ----
+
+__device__ __forceinline__ void store_bf16(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+  uint16_t* out =
+      static_cast<uint16_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head + place.channel;
+  const uint2 packed = make_uint2(epilogue::cvt_bf16x2(x[0], x[1]), epilogue::cvt_bf16x2(x[2], x[3]));
+  if (reinterpret_cast<uintptr_t>(out) % sizeof(uint2) == 0) {
+    *reinterpret_cast<uint2*>(out) = packed;
+  } else {  // a caller's view may start anywhere
+    out[0] = static_cast<uint16_t>(packed.x);
+    out[1] = static_cast<uint16_t>(packed.x >> 16);
+    out[2] = static_cast<uint16_t>(packed.y);
+    out[3] = static_cast<uint16_t>(packed.y >> 16);
+  }
+}
+
+__device__ __forceinline__ void store_e4m3(uint32_t codes, const Place& place, const CombineParams& p) {
+  uint8_t* out = static_cast<uint8_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head;
+  *reinterpret_cast<uint32_t*>(out + place.channel) = codes;
+}
+
+// Column `column` of row place.token of the scales.
+template <typename Word>
+__device__ __forceinline__ Word* scale_at(const Place& place, int64_t column, const CombineParams& p) {
+  return static_cast<Word*>(p.scales) + place.token * p.stride_scales_token + column * p.stride_scales_column;
+}
+
+// Quantises and stores the warp's 128 channels with their scales.
+__device__ __forceinline__ void store_fp8(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+  const uint32_t amax = epilogue::finite_abs_max_bits(x);
+  if (p.output == OutputKind::kFp8Group32Ue8m0) {
+    const epilogue::Ue8m0Scale scale(epilogue::lanes_max<32 / kVec>(amax));
+    store_e4m3(epilogue::quantise4(x, scale), place, p);
+    const uint32_t byte = scale.exponent << (place.lane / 8 * 8);
+    const uint32_t word = __reduce_or_sync(kAllLanes, byte);
+    if (place.lane == 0) *scale_at<uint32_t>(place, place.head * kWarps + place.warp, p) = word;
+    return;
+  }
+  const uint32_t group_amax = epilogue::lanes_max<32>(amax);
+  if (p.output == OutputKind::kFp8Group128) {
+    const epilogue::Fp32Scale scale(group_amax);
+    store_e4m3(epilogue::quantise4(x, scale), place, p);
+    if (place.lane == 0) *scale_at<float>(place, place.head * kWarps + place.warp, p) = scale.scale;
+  } else {
+    const epilogue::Ue8m0Scale scale(group_amax);
+    store_e4m3(epilogue::quantise4(x, scale), place, p);
+    uint8_t* word = reinterpret_cast<uint8_t*>(scale_at<uint32_t>(place, place.head, p));
+    if (place.lane == 0) word[place.warp] = static_cast<uint8_t>(scale.exponent);
+  }
+}
+
+// amax over the 512 channels: the only place where the four warps meet.
+__device__ __forceinline__ void store_amax(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+  __shared__ uint32_t warp_amax[kWarps];
+  const uint32_t mine = epilogue::lanes_max<32>(epilogue::abs_max_bits(x));
+  if (place.lane == 0) warp_amax[place.warp] = mine;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  uint32_t amax = warp_amax[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) amax = max(amax, warp_amax[w]);
+  p.amax[place.token * p.stride_amax_token + place.head * p.stride_amax_head] = __uint_as_float(amax);
+}
+
+// ---- the kernel ----
+
+template <int kSplits>
+__global__ void __launch_bounds__(kThreads, kSplits > 0 && kSplits <= 8 ? 8 : 4)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  // What does not depend on the previous kernel.
+  ptx::griddepcontrol_launch_dependents();
+  const Place place = my_place(p);
+  const float sink = p.attn_sink != nullptr ? p.attn_sink[place.head] : kMinusInfinity;
+  const float* lse_accum = p.lse_accum + place.token * p.stride_lse_accum_token + place.head * p.stride_lse_accum_head;
+  const float* o =
+      p.o_accum + place.token * p.stride_o_accum_token + place.head * p.stride_o_accum_head + place.channel;
+  ptx::griddepcontrol_wait();
+
+  // First trip: position and LSEs. Second: frequencies and O.
+  const int64_t position = load_position(place, p);
+  SplitMerger<kSplits> merger;
+  merger.load_lse(lse_accum, place.lane, p);
+  const Rotation rotation = load_rotation(place, position, p);
+  Merged m = merger.merge(o, lse_accum, place.lane, p);
+
+  // Sink and inverse RoPE. A row that attends to nothing stays 0, whatever its sink and position are.
+  if (!m.empty) {
+    const float factor = epilogue::sink_factor(sink, m.lse);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) m.value[i] *= factor;
+    if (rotates(place, p)) {
+      epilogue::rotate_back(m.value[0], m.value[1], rotation.pair[0].x, rotation.pair[0].y);
+      epilogue::rotate_back(m.value[2], m.value[3], rotation.pair[1].x, rotation.pair[1].y);
+    }
+  }
+
+  // Outputs.
+  if (p.output == OutputKind::kBf16) {
+    store_bf16(m.value, place, p);
+  } else {
+    store_fp8(m.value, place, p);
+  }
+  if (threadIdx.x == 0) p.lse[place.token * p.stride_lse_token + place.head * p.stride_lse_head] = m.lse;
+  if (p.amax != nullptr) store_amax(m.value, place, p);
+}
+
+using CombineKernel = void (*)(CombineParams);
+
+// The smallest kernel that holds `num_splits`; which one depends on the number of splits alone, and so do a row's bits.
+CombineKernel choose_kernel(int num_splits) {
+  if (num_splits <= 1) return combine_kernel<1>;
+  if (num_splits <= 2) return combine_kernel<2>;
+  if (num_splits <= 4) return combine_kernel<4>;
+  if (num_splits <= 8) return combine_kernel<8>;
+  if (num_splits <= 16) return combine_kernel<16>;
+  return combine_kernel<0>;
+}
+
+}  // namespace
+
+cudaError_t combine_device_code() {
+  static std::atomic<bool> loaded[kMaxDevices];
+  int device = 0;
+  if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
+  if (device < kMaxDevices && loaded[device].load(std::memory_order_relaxed)) return cudaSuccess;
+  for (int num_splits : {1, 2, 4, 8, 16, 17}) {
+    cudaFuncAttributes attributes;
+    const void* kernel = reinterpret_cast<const void*>(choose_kernel(num_splits));
+    if (cudaError_t err = cudaFuncGetAttributes(&attributes, kernel); err != cudaSuccess) return err;
+  }
+  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+cudaError_t launch_combine(const CombineParams& params, bool pdl, cudaStream_t stream) {
+  if (params.num_tokens == 0 || params.num_heads == 0) return cudaSuccess;
+  if (params.num_splits < 1 || params.num_tokens > INT32_MAX / params.num_heads) return cudaErrorInvalidValue;
+  if (cudaError_t err = combine_device_code(); err != cudaSuccess) return err;
+  const dim3 grid(params.num_tokens * params.num_heads);
+  return launch_kernel(choose_kernel(params.num_splits), grid, dim3(kThreads), 0, pdl, stream, params);
+}
+
+}  // namespace sgl_dsv4

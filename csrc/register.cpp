@@ -1,0 +1,46 @@
+// Schemas and implementations of the torch ops; nothing else. The CPU implementations are registered from Python
+// (sgl_dsv4_kernels/ops), where the plain-torch twins live.
+#include <torch/csrc/stable/library.h>
+
+#include "api/build_info.h"
+#ifdef SGL_DSV4_CUDA
+#include "api/combine.h"
+#include "api/norm_rope_store.h"
+#endif
+
+STABLE_TORCH_LIBRARY(sgl_dsv4_kernels, m) {
+  m.def(
+      "norm_rope_store(Tensor kv, Tensor weight, float eps, Tensor freqs_cis, Tensor positions, Tensor slots, "
+      "Tensor(a!) cache, int page_size, int layout, int tokens_per_block, bool pdl) -> ()");
+  m.def(
+      "compress_norm_rope_store(Tensor kv, Tensor plan, Tensor weight, float eps, Tensor freqs_cis, Tensor slots, "
+      "Tensor(a!) cache, int page_size, int compress_ratio, bool is_decode, int layout, int tokens_per_block, "
+      "bool pdl) -> ()");
+  m.def(
+      "sparse_decode(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
+      "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
+      "int layout, int extra_layout, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, int output, str backend, "
+      "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
+  m.def(
+      "sparse_decode_partial(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
+      "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
+      "int layout, int extra_layout, bool fill_empty, str backend, Tensor(a!) o_accum, Tensor(b!) lse_accum) -> ()");
+  m.def(
+      "combine_splits(Tensor o_accum, Tensor lse_accum, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, "
+      "int output, bool pdl, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
+  m.def("cache_layout_fact(int layout, str fact, int page_size) -> int");
+  m.def("build_info() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sgl_dsv4_kernels, CompositeExplicitAutograd, m) {
+  m.impl("cache_layout_fact", TORCH_BOX(&sgl_dsv4::api::cache_layout_fact));
+  m.impl("build_info", TORCH_BOX(&sgl_dsv4::api::build_info));
+}
+
+#ifdef SGL_DSV4_CUDA
+STABLE_TORCH_LIBRARY_IMPL(sgl_dsv4_kernels, CUDA, m) {
+  m.impl("norm_rope_store", TORCH_BOX(&sgl_dsv4::api::norm_rope_store));
+  m.impl("compress_norm_rope_store", TORCH_BOX(&sgl_dsv4::api::compress_norm_rope_store));
+  m.impl("combine_splits", TORCH_BOX(&sgl_dsv4::api::combine_splits));
+}
+#endif

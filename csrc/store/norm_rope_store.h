@@ -1,0 +1,61 @@
+// RMSNorm(512) + RoPE(last 64) + quantise + write one row into a paged cache: parameters and launchers. No torch here.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/cache_layout.h"
+
+namespace sgl_dsv4 {
+
+// Where a row's position and slot come from.
+enum class StoreEntry {
+  kMain,            // positions[i], slots[i]
+  kCompressDecode,  // plan record i: seq_len @0; slots[i]; stored only when seq_len is a multiple of the ratio
+  kCompressExtend,  // plan record i: seq_len @0 (0xffffffff = invalid), ragged_id (u16) @4; slots[ragged_id]
+};
+
+// RoPE position of a plan record = seq_len - compress_ratio. A row whose position lies outside [0, num_positions), or
+// whose slot lies outside [0, num_slots_in_cache), writes nothing.
+struct StoreParams {
+  const void* kv;              // (num_tokens, 512) bf16 or fp32
+  const void* weight;          // (512) same type as kv
+  const float* freqs_cis;      // (num_positions, 64) fp32: 32 (cos, sin) pairs a position
+  const void* positions;       // kMain: (num_tokens) int32 or int64; else nullptr
+  const uint4* plan;           // kCompress*: (num_tokens) 16-byte records; else nullptr
+  const void* slots;           // (num_slots) int32 or int64
+  uint8_t* cache;              // (pages, >= page_bytes)
+  int64_t stride_kv_row;       // elements
+  int64_t stride_freqs_row;    // floats
+  int64_t stride_cache_page;   // bytes
+  int64_t num_positions;
+  int64_t num_slots;           // length of `slots`
+  int64_t num_slots_in_cache;  // pages * page_size
+  int32_t num_tokens;
+  int32_t page_bits;           // log2(page_size)
+  uint32_t compress_ratio;     // kCompress* only
+  float eps;
+  bool positions_are_int64;
+  bool slots_are_int64;
+};
+
+struct StoreConfig {
+  StoreEntry entry;
+  CacheLayout layout;
+  bool input_is_fp32;    // else bf16
+  bool aligned;          // kv, weight, freqs_cis and cache, their rows and pages, start at multiples of 16 bytes
+  int tokens_per_block;  // 0 = choose, 1 or 4; not aligned: always 1
+  bool pdl;
+};
+
+// Enqueues on `stream` of the current device. num_tokens == 0 launches nothing.
+cudaError_t launch_norm_rope_store(const StoreConfig& config, const StoreParams& params, cudaStream_t stream);
+
+// The K that `launch_norm_rope_store` takes for tokens_per_block = 0 on a device with `sm_count` multiprocessors.
+int choose_tokens_per_block(int64_t num_tokens, int sm_count);
+
+// Success if this binary holds code that the current device can run.
+cudaError_t store_device_code();
+
+}  // namespace sgl_dsv4

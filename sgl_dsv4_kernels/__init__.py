@@ -1,0 +1,24 @@
+"""DeepSeek-V4 attention kernels for SGLang.
+
+See docs/ for the cache layout, and each function's docstring for shapes and dtypes. Importing needs no GPU and does not
+touch CUDA.
+"""
+
+from sgl_dsv4_kernels import _extension
+
+_extension.load()
+
+from sgl_dsv4_kernels import reference
+from sgl_dsv4_kernels._extension import build_info
+from sgl_dsv4_kernels.layout import CacheLayout
+from sgl_dsv4_kernels.ops import compress_norm_rope_store, norm_rope_store
+from sgl_dsv4_kernels.settings import settings
+
+__all__ = [
+    "CacheLayout",
+    "build_info",
+    "compress_norm_rope_store",
+    "norm_rope_store",
+    "reference",
+    "settings",
+]
