@@ -1,4 +1,4 @@
-"""PEP 517 backend: scikit-build-core, plus NVIDIA's compiler packages where CUDA code is asked for and no nvcc exists."""
+"""PEP 517 backend: scikit-build-core, plus NVIDIA's compiler packages where CUDA code is asked for without an nvcc."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def _use_packaged_toolkit() -> None:
     for root in (Path(p) / "nvidia/cu13" for p in sys.path if p):
         if (root / "bin/nvcc").is_file():
             os.environ["CUDACXX"] = str(root / "bin/nvcc")
-            os.environ["CUDAToolkit_ROOT"] = str(root)
+            os.environ["CUDAToolkit_ROOT"] = str(root)  # noqa: SIM112  CMake's own name
+            # The packages' libraries lie in lib, and this nvcc looks for them in lib64.
+            paths = [str(root / "lib"), *filter(None, [os.environ.get("LIBRARY_PATH")])]
+            os.environ["LIBRARY_PATH"] = os.pathsep.join(paths)
             return
 
 

@@ -1,7 +1,7 @@
 """Facts that the build asks for: `python build_facts.py torch | archs | needs-toolkit`.
 
 torch          folder of the installed torch. It is looked for on sys.path and, because an isolated build hides the
-               environment that it builds for, in the site-packages of that environment too. SGL_DSV4_TORCH_DIR overrides.
+               environment that it builds for, in the site-packages of that environment too; SGL_DSV4_TORCH_DIR wins.
 archs          CMake's list of CUDA architectures, empty for the CPU part alone:
                SGL_DSV4_CPU_ONLY=1 -> empty; SGL_DSV4_CUDA_ARCHS -> that list ("release" = RELEASE below); else the
                architecture of the first GPU; no GPU -> empty.
@@ -50,7 +50,7 @@ def torch_dir() -> Path:
         print(f"torch {found[0]}.{found[1]} in {candidate} is older than 2.10", file=sys.stderr)
     looked = "\n  ".join(map(str, candidates))
     raise SystemExit(
-        "sgl_dsv4_kernels is built against the headers of an installed torch >= 2.10, and none was found. Install torch "
+        "sgl_dsv4_kernels is built against the headers of an installed torch >= 2.10, and none is there. Install torch "
         f"first (pip install 'torch>=2.10') or set SGL_DSV4_TORCH_DIR. Looked in:\n  {looked}"
     )
 

@@ -6,8 +6,9 @@ touch CUDA.
 
 from sgl_dsv4_kernels import _extension
 
-_extension.load()
+_extension.load()  # before anything that names torch.ops.sgl_dsv4_kernels
 
+# ruff: noqa: E402
 from sgl_dsv4_kernels import reference
 from sgl_dsv4_kernels._extension import build_info
 from sgl_dsv4_kernels.layout import CacheLayout

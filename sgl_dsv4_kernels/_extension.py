@@ -20,7 +20,7 @@ def load() -> None:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise ImportError(
-            f"sgl_dsv4_kernels: {LIBRARY} does not load beside torch {torch.__version__} (2.10 or newer needed): {error}"
+            f"sgl_dsv4_kernels: {LIBRARY} does not load beside torch {torch.__version__} (needs 2.10 or newer): {error}"
         ) from error
 
 

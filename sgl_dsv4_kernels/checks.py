@@ -53,8 +53,8 @@ def freqs_as_float(freqs_cis: torch.Tensor, device: torch.device) -> torch.Tenso
     check_tensor("freqs_cis", freqs_cis, dtype=(torch.complex64, torch.float32), device=device)
     if freqs_cis.dtype == torch.complex64:
         check_tensor("freqs_cis", freqs_cis, shape=("positions", 32))
-        check_stride("freqs_cis", freqs_cis, 1, 1)
-        return torch.view_as_real(freqs_cis).flatten(-2)
-    check_tensor("freqs_cis", freqs_cis, shape=("positions", 64))
+    else:
+        check_tensor("freqs_cis", freqs_cis, shape=("positions", 64))
     check_stride("freqs_cis", freqs_cis, 1, 1)
-    return freqs_cis
+    check_stride("freqs_cis", freqs_cis, 0, freqs_cis.shape[1])
+    return torch.view_as_real(freqs_cis).flatten(-2) if freqs_cis.is_complex() else freqs_cis

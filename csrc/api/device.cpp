@@ -47,8 +47,8 @@ void require_device_code(int32_t device) {
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    fail("cuda:", device, " is sm_", major, minor, ", and this build holds code for ", SGL_DSV4_ARCHS,
-         " only (", cudaGetErrorString(status), "); rebuild with SGL_DSV4_CUDA_ARCHS naming this architecture");
+    fail("cuda:", device, " is sm_", major, minor, ", and this build holds code for ", SGL_DSV4_ARCHS, " only (",
+         cudaGetErrorString(status), "); rebuild with SGL_DSV4_CUDA_ARCHS naming this architecture");
   }
   check(status == cudaSuccess, "cuda:", device, ": ", cudaGetErrorName(status), ": ", cudaGetErrorString(status));
   if (device < kMaxDevices) known_good[device].store(true, std::memory_order_relaxed);

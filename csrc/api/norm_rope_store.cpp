@@ -1,7 +1,5 @@
 #include "api/norm_rope_store.h"
 
-#include <limits>
-
 #include "api/device.h"
 #include "api/tensor_checks.h"
 #include "store/norm_rope_store.h"
@@ -9,8 +7,16 @@
 namespace sgl_dsv4::api {
 namespace {
 
-bool is_multiple_of_16(int64_t bytes) { return bytes % 16 == 0; }
-bool starts_at_16(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
+bool is_multiple_of_16(int64_t bytes) {
+  return bytes % 16 == 0;
+}
+bool starts_at_16(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+}
+
+void check_rows(const char* name, int64_t count) {
+  check(count <= kMaxStoreRows, name, ": expected at most ", kMaxStoreRows, ", got ", count);
+}
 
 CacheLayout parse_layout(int64_t layout) {
   check(layout == 0 || layout == 1, "layout: expected 0 (v4) or 1 (bf16), got ", layout);
@@ -31,13 +37,14 @@ void fill_common(const Tensor& kv, const Tensor& weight, double eps, const Tenso
   check_shape("kv", kv, {kAny, kHeadDim});
   check_dtype("kv", kv, {ScalarType::BFloat16, ScalarType::Float});
   check_stride("kv", kv, 1, 1);
-  check(kv.size(0) <= std::numeric_limits<int32_t>::max(), "kv: expected at most 2^31 - 1 rows, got ", kv.size(0));
+  check_rows("kv: rows", kv.size(0));
   check_shape("weight", weight, {kHeadDim});
   check_dtype("weight", weight, {kv.scalar_type()});
   check_stride("weight", weight, 0, 1);
   check_shape("freqs_cis", freqs_cis, {kAny, kRopeDim});
   check_dtype("freqs_cis", freqs_cis, {ScalarType::Float});
   check_stride("freqs_cis", freqs_cis, 1, 1);
+  check_stride("freqs_cis", freqs_cis, 0, kRopeDim);
   check_shape("slots", slots, {kAny});
   check_dtype("slots", slots, {ScalarType::Int, ScalarType::Long});
   check_stride("slots", slots, 0, 1);
@@ -54,13 +61,15 @@ void fill_common(const Tensor& kv, const Tensor& weight, double eps, const Tenso
   const int64_t needed = page_bytes(config->layout, page_size);
   check(cache.size(1) >= needed, "cache: expected at least ", needed, " bytes a page for page_size ", page_size,
         ", got ", cache.size(1));
+  check_rows("cache: slots", cache.size(0) * page_size);
+  check_rows("freqs_cis: rows", freqs_cis.size(0));
+  check_rows("slots: entries", slots.size(0));
   check(cache.size(0) <= 1 || cache.stride(0) >= needed, "cache: expected stride(0) >= ", needed, ", got ",
         cache.stride(0));
 
   config->input_is_fp32 = kv.scalar_type() == ScalarType::Float;
   config->aligned = starts_at_16(kv) && is_multiple_of_16(kv.stride(0) * kv.element_size()) && starts_at_16(weight) &&
-                    starts_at_16(freqs_cis) && is_multiple_of_16(freqs_cis.stride(0) * 4) && starts_at_16(cache) &&
-                    is_multiple_of_16(cache.stride(0));
+                    starts_at_16(freqs_cis) && starts_at_16(cache) && is_multiple_of_16(cache.stride(0));
   config->tokens_per_block = static_cast<int>(tokens_per_block);
   config->pdl = pdl;
 
@@ -70,12 +79,11 @@ void fill_common(const Tensor& kv, const Tensor& weight, double eps, const Tenso
   params->slots = slots.data_ptr();
   params->cache = static_cast<uint8_t*>(cache.data_ptr());
   params->stride_kv_row = kv.stride(0);
-  params->stride_freqs_row = freqs_cis.stride(0);
   params->stride_cache_page = cache.stride(0);
-  params->num_positions = freqs_cis.size(0);
-  params->num_slots = slots.size(0);
-  params->num_slots_in_cache = cache.size(0) * page_size;
-  params->num_tokens = static_cast<int32_t>(kv.size(0));
+  params->num_positions = static_cast<uint32_t>(freqs_cis.size(0));
+  params->num_slots = static_cast<uint32_t>(slots.size(0));
+  params->num_slots_in_cache = static_cast<uint32_t>(cache.size(0) * page_size);
+  params->num_tokens = static_cast<uint32_t>(kv.size(0));
   params->page_bits = __builtin_ctzll(static_cast<unsigned long long>(page_size));
   params->eps = static_cast<float>(eps);
   params->slots_are_int64 = slots.scalar_type() == ScalarType::Long;
@@ -121,8 +129,8 @@ void compress_norm_rope_store(Tensor kv, Tensor plan, Tensor weight, double eps,
   check_stride("plan", plan, 1, 1);
   check_stride("plan", plan, 0, 16);
   check(starts_at_16(plan) || kv.size(0) == 0, "plan: expected data that starts at a multiple of 16 bytes");
-  check(compress_ratio > 0 && compress_ratio <= std::numeric_limits<int32_t>::max(),
-        "compress_ratio: expected a positive number, got ", compress_ratio);
+  check(compress_ratio > 0, "compress_ratio: expected a positive number, got ", compress_ratio);
+  check_rows("compress_ratio", compress_ratio);
   if (is_decode) check_shape("slots", slots, {kv.size(0)});
   params.plan = static_cast<const uint4*>(plan.data_ptr());
   params.compress_ratio = static_cast<uint32_t>(compress_ratio);

@@ -7,7 +7,8 @@ namespace sgl_dsv4::api {
 
 void norm_rope_store(torch::stable::Tensor kv, torch::stable::Tensor weight, double eps,
                      torch::stable::Tensor freqs_cis, torch::stable::Tensor positions, torch::stable::Tensor slots,
-                     torch::stable::Tensor cache, int64_t page_size, int64_t layout, int64_t tokens_per_block, bool pdl);
+                     torch::stable::Tensor cache, int64_t page_size, int64_t layout, int64_t tokens_per_block,
+                     bool pdl);
 
 void compress_norm_rope_store(torch::stable::Tensor kv, torch::stable::Tensor plan, torch::stable::Tensor weight,
                               double eps, torch::stable::Tensor freqs_cis, torch::stable::Tensor slots,

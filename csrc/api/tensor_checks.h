@@ -1,5 +1,6 @@
 // Argument checks on torch::stable::Tensor. They guard memory at the op boundary; the public Python functions check the
-// same arguments first and raise TypeError / ValueError. Every text names the argument, what was expected and what came.
+// same arguments first and raise TypeError / ValueError. Every text names the argument, what was expected and what
+// came.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -52,8 +53,10 @@ inline void check_shape(const char* name, const Tensor& t, std::initializer_list
   d = 0;
   for (int64_t want : expected) {
     if (d++) text << ", ";
-    if (want == kAny) text << "*";
-    else text << want;
+    if (want == kAny)
+      text << "*";
+    else
+      text << want;
   }
   text << "]";
   fail(name, ": expected shape ", text.str(), ", got ", shape_text(t));
@@ -63,7 +66,8 @@ inline void check_dtype(const char* name, const Tensor& t, std::initializer_list
   for (ScalarType want : expected)
     if (t.scalar_type() == want) return;
   std::ostringstream text;
-  for (ScalarType want : expected) text << (want == *expected.begin() ? "" : " or ") << torch::headeronly::toString(want);
+  for (ScalarType want : expected)
+    text << (want == *expected.begin() ? "" : " or ") << torch::headeronly::toString(want);
   fail(name, ": expected dtype ", text.str(), ", got ", torch::headeronly::toString(t.scalar_type()));
 }
 

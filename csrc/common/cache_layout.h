@@ -7,10 +7,10 @@
 
 namespace sgl_dsv4 {
 
-inline constexpr int kHeadDim = 512;                    // one latent row: nope part, then rope part
-inline constexpr int kRopeDim = 64;                     // rotated tail: 32 (real, imaginary) pairs
-inline constexpr int kNopeDim = kHeadDim - kRopeDim;    // 448
-inline constexpr int kQuantGroup = 64;                  // values that share one scale byte
+inline constexpr int kHeadDim = 512;                       // one latent row: nope part, then rope part
+inline constexpr int kRopeDim = 64;                        // rotated tail: 32 (real, imaginary) pairs
+inline constexpr int kNopeDim = kHeadDim - kRopeDim;       // 448
+inline constexpr int kQuantGroup = 64;                     // values that share one scale byte
 inline constexpr int kNumScales = kNopeDim / kQuantGroup;  // 7
 
 // The codes are part of the torch op schemas: never renumber.
@@ -43,7 +43,9 @@ constexpr int page_align(CacheLayout layout) {
   return layout == CacheLayout::kV4 ? V4Layout::kPageAlign : Bf16Layout::kPageAlign;
 }
 // Offset of a page's scale bytes from the page's first byte.
-constexpr int64_t scale_offset(CacheLayout layout, int64_t page_size) { return page_size * data_bytes(layout); }
+constexpr int64_t scale_offset(CacheLayout layout, int64_t page_size) {
+  return page_size * data_bytes(layout);
+}
 // Bytes of one page of `page_size` tokens; a page stride may be larger (packed pools).
 constexpr int64_t page_bytes(CacheLayout layout, int64_t page_size) {
   const int64_t used = page_size * (data_bytes(layout) + scale_bytes(layout));

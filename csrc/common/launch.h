@@ -34,9 +34,9 @@ inline cudaError_t device_facts(DeviceFacts* facts) {
   return cudaSuccess;
 }
 
-// Does the code that is loaded for `kernel` on the current device hold griddepcontrol.wait? It does when it was compiled
-// for sm_90 or newer; PTX of an older target that the driver compiled for a new device does not. The first answer of a
-// device is kept for all kernels of that type: they come from one compilation for one list of targets.
+// Does the code that is loaded for `kernel` on the current device hold griddepcontrol.wait? It does when it was
+// compiled for sm_90 or newer; PTX of an older target that the driver compiled for a new device does not. The first
+// answer of a device is kept for all kernels of that type: they come from one compilation for one list of targets.
 template <typename Kernel>
 inline cudaError_t has_grid_dependency_wait(Kernel* kernel, bool* yes) {
   static std::atomic<signed char> cached[kMaxDevices];  // 0 = not asked yet, 1 = no, 2 = yes
@@ -54,8 +54,8 @@ inline cudaError_t has_grid_dependency_wait(Kernel* kernel, bool* yes) {
   return cudaSuccess;
 }
 
-// Launches `kernel(params)`. With `pdl` the grid may start before its predecessor in the stream has finished: the kernel
-// must execute griddepcontrol.wait in every block before it reads anything that is not constant.
+// Launches `kernel(params)`. With `pdl` the grid may start before its predecessor in the stream has finished: the
+// kernel must execute griddepcontrol.wait in every block before it reads anything that is not constant.
 template <typename Params>
 inline cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes, bool pdl,
                                  cudaStream_t stream, const Params& params) {

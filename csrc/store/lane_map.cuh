@@ -1,23 +1,22 @@
 // How one warp holds one row of 512 values, and its two reductions.
 //
 // A lane holds 16-byte vectors: vector v of lane l covers elements v * 32 * E + l * E .. + E, with E = 8 values (bf16
-// input, 2 vectors) or 4 (fp32, 4 vectors). Loads and stores are then full width, and a scale group of 64 values lies in
-// 64 / E neighbouring lanes of one vector.
+// input, 2 vectors) or 4 (fp32, 4 vectors). Loads and stores are then full width, and a scale group of 64 values lies
+// in 64 / E neighbouring lanes of one vector.
 //
-// Byte identity with SGLang's kernel asks for one exact order of additions (it gives a pair to a thread and a scale group
-// of 32 pairs to a warp): pairs p = 0..31 of a group by p ^ 16, 8, 4, 2, 1, then the groups g = 0..7 by g ^ 4, 2, 1.
-// Addition is commutative, so only the tree counts, not which lane holds which operand. Here the low bits of p are
-// registers and the high bits are lanes. The first three steps halve the number of registers ("pack": each half of the
-// lanes keeps one of two values), so 12 shuffles do what a plain butterfly over 8 values would take 40 for.
+// Byte identity with SGLang's kernel asks for one exact order of additions (it gives a pair to a thread and a scale
+// group of 32 pairs to a warp): pairs p = 0..31 of a group by p ^ 16, 8, 4, 2, 1, then the groups g = 0..7 by g ^ 4,
+// 2, 1. Addition is commutative, so only the tree counts, not which lane holds which operand. Here the low bits of p
+// are registers and the high bits are lanes. The first three steps halve the number of registers ("pack": each half of
+// the lanes keeps one of two values), so 12 shuffles do what a plain butterfly over 8 values would take 40 for.
 #pragma once
 
 #include <cstdint>
 
 #include "common/cache_layout.h"
+#include "store/row.cuh"
 
 namespace sgl_dsv4 {
-
-inline constexpr unsigned kFullWarp = 0xffffffffu;
 
 // Lanes exchange over `mask`; a lane whose `mask` bit is clear ends with op(a of both), the other with op(b of both).
 template <typename Op>
@@ -30,6 +29,23 @@ __device__ __forceinline__ float pack_step(float a, float b, int mask, int lane,
 template <typename Op>
 __device__ __forceinline__ float butterfly_step(float a, int mask, Op op) {
   return op(a, __shfl_xor_sync(kFullWarp, a, mask));
+}
+
+// Two bf16 in a register.
+__device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 v) {
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+__device__ __forceinline__ uint32_t low_halves(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __byte_perm(bits_of(a), bits_of(b), 0x5410);
+}
+__device__ __forceinline__ uint32_t high_halves(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __byte_perm(bits_of(a), bits_of(b), 0x7632);
+}
+__device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {  // ignores NaN, as fmaxf does
+  return bits_of(__hmax2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b)));
+}
+__device__ __forceinline__ uint32_t butterfly_max_bf16x2(uint32_t a, int mask) {
+  return max_bf16x2(a, __shfl_xor_sync(kFullWarp, a, mask));
 }
 
 struct Add {
@@ -56,11 +72,19 @@ struct LaneMap<8> {
   // Pack: p ^ 16, 8, 4, onto vector, pair bit 1, pair bit 0. Butterfly: p ^ 2, 1, then group ^ 4, 2, 1.
   static constexpr SumMasks kSumMasks = {{4, 2, 1}, {2, 1, 4, 16, 8}};
   __device__ static __forceinline__ int group(int vector, int lane) { return vector << 2 | lane >> 3; }
-  // amax over the 8 lanes of a group: afterwards a lane holds the amax of `amax_group(lane)`.
+  // amax over the 8 lanes of a group, of one value a vector: afterwards a lane holds the amax of `amax_group(lane)`.
   __device__ static __forceinline__ float group_amax(const float (&m)[2], int lane) {
     float a = pack_step(m[0], m[1], 4, lane, Max());
     a = butterfly_step(a, 2, Max());
     return butterfly_step(a, 1, Max());
+  }
+  // The same of bf16 values, two a register: both vectors in one butterfly.
+  __device__ static __forceinline__ float group_amax(const __nv_bfloat162 (&m)[2], int lane) {
+    uint32_t both = max_bf16x2(low_halves(m[0], m[1]), high_halves(m[0], m[1]));
+    both = butterfly_max_bf16x2(both, 4);
+    both = butterfly_max_bf16x2(both, 2);
+    both = butterfly_max_bf16x2(both, 1);
+    return __uint_as_float(lane & 4 ? both & 0xffff0000u : both << 16);
   }
   __device__ static __forceinline__ int amax_group(int lane) { return (lane >> 2 & 1) << 2 | lane >> 3; }
   // One lane that holds the amax of the group of (vector, lane).
@@ -81,6 +105,16 @@ struct LaneMap<4> {
     float a = pack_step(low, high, 4, lane, Max());
     a = butterfly_step(a, 2, Max());
     return butterfly_step(a, 1, Max());
+  }
+  __device__ static __forceinline__ float group_amax(const __nv_bfloat162 (&m)[4], int lane) {
+    const uint32_t low = max_bf16x2(low_halves(m[0], m[1]), high_halves(m[0], m[1]));
+    const uint32_t high = max_bf16x2(low_halves(m[2], m[3]), high_halves(m[2], m[3]));
+    const bool upper = lane & 8;
+    uint32_t both = max_bf16x2(upper ? high : low, __shfl_xor_sync(kFullWarp, upper ? low : high, 8));
+    both = butterfly_max_bf16x2(both, 4);
+    both = butterfly_max_bf16x2(both, 2);
+    both = butterfly_max_bf16x2(both, 1);
+    return __uint_as_float(lane & 4 ? both & 0xffff0000u : both << 16);
   }
   __device__ static __forceinline__ int amax_group(int lane) {
     return (lane >> 3 & 1) << 2 | (lane >> 2 & 1) << 1 | lane >> 4;

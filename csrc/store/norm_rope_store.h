@@ -18,27 +18,33 @@ enum class StoreEntry {
 
 // RoPE position of a plan record = seq_len - compress_ratio. A row whose position lies outside [0, num_positions), or
 // whose slot lies outside [0, num_slots_in_cache), writes nothing.
+//
+// Order: kernel parameters reach an SM in lines of 64 bytes, the first of which holds 48 of these. What the longest
+// chain of fetches (plan, then RoPE factors) needs comes first.
 struct StoreParams {
-  const void* kv;              // (num_tokens, 512) bf16 or fp32
-  const void* weight;          // (512) same type as kv
-  const float* freqs_cis;      // (num_positions, 64) fp32: 32 (cos, sin) pairs a position
-  const void* positions;       // kMain: (num_tokens) int32 or int64; else nullptr
-  const uint4* plan;           // kCompress*: (num_tokens) 16-byte records; else nullptr
-  const void* slots;           // (num_slots) int32 or int64
-  uint8_t* cache;              // (pages, >= page_bytes)
-  int64_t stride_kv_row;       // elements
-  int64_t stride_freqs_row;    // floats
-  int64_t stride_cache_page;   // bytes
-  int64_t num_positions;
-  int64_t num_slots;           // length of `slots`
-  int64_t num_slots_in_cache;  // pages * page_size
-  int32_t num_tokens;
-  int32_t page_bits;           // log2(page_size)
-  uint32_t compress_ratio;     // kCompress* only
-  float eps;
+  const void* positions;    // kMain: (num_tokens) int32 or int64; else nullptr
+  const uint4* plan;        // kCompress*: (num_tokens) 16-byte records; else nullptr
+  const float* freqs_cis;   // (num_positions, 64) fp32, contiguous: 32 (cos, sin) pairs a position
+  const void* slots;        // (num_slots) int32 or int64
+  uint32_t num_positions;   // <= kMaxStoreRows
+  uint32_t compress_ratio;  // kCompress* only; <= kMaxStoreRows
   bool positions_are_int64;
   bool slots_are_int64;
+
+  const void* kv;               // (num_tokens, 512) bf16 or fp32
+  int64_t stride_kv_row;        // elements
+  const void* weight;           // (512) same type as kv
+  uint8_t* cache;               // (pages, >= page_bytes)
+  int64_t stride_cache_page;    // bytes
+  uint32_t num_slots_in_cache;  // pages * page_size, <= kMaxStoreRows
+  uint32_t num_slots;           // length of `slots`
+  uint32_t num_tokens;          // <= kMaxStoreRows
+  int32_t page_bits;            // log2(page_size)
+  float eps;
 };
+
+// Tokens, positions and slots: a cache of this many slots would be over a terabyte.
+inline constexpr int64_t kMaxStoreRows = (int64_t{1} << 31) - 1;
 
 struct StoreConfig {
   StoreEntry entry;

@@ -39,11 +39,11 @@ def norm_rope_store(
         kv: [T, 512] bf16 or fp32, stride(1) = 1, stride(0) free.
         weight: [512], dtype of ``kv``: the RMSNorm weight.
         eps: added to the mean square.
-        freqs_cis: [P, 32] complex64, or [P, 64] fp32 with (cos, sin) interleaved.
+        freqs_cis: [P, 32] complex64, or [P, 64] fp32 with (cos, sin) interleaved; contiguous.
         positions: [T] int32 or int64, a row of ``freqs_cis`` each. A row whose position is outside [0, P) writes
             nothing; ``SGL_DSV4_CHECK=1`` makes that a ValueError.
-        slots: [T] int32 or int64; page = slot // page_size. A slot that is negative, or at or past the cache's capacity,
-            writes nothing. Rows that name the same slot: which one wins is undefined.
+        slots: [T] int32 or int64; page = slot // page_size. A slot that is negative or past the cache's end writes
+            nothing. Rows that name the same slot: which one wins is undefined.
         cache: [pages, >= layout.page_bytes(page_size)], a dtype of one byte, stride(1) = 1, stride(0) and storage
             offset free. Bytes outside the stored rows and their scales keep their value.
         page_size: tokens a page, a power of two.
@@ -93,13 +93,13 @@ def compress_norm_rope_store(
 ) -> None:
     """Store compressed latent rows, as a plan says (SGLang's ``compress_norm_rope_store``, head size 512).
 
-    Like `norm_rope_store`, but the nope part is rounded to bf16 before amax and quantisation, and position and slot come
-    from ``plan``: record i belongs to row i of ``kv``; its RoPE position is ``seq_len - compress_ratio``.
+    Like `norm_rope_store`, but the nope part is rounded to bf16 before amax and quantisation, and position and slot
+    come from ``plan``: record i belongs to row i of ``kv``; its RoPE position is ``seq_len - compress_ratio``.
 
     Args:
         kv: [N, 512] fp32 or bf16, stride(1) = 1, stride(0) free.
-        plan: [N, 16] uint8, contiguous, 16-byte aligned: DecodePlan or CompressPlan records. u32 seq_len at byte 0; in a
-            CompressPlan u16 ragged_id at byte 4, and seq_len 0xffffffff marks an invalid record.
+        plan: [N, 16] uint8, contiguous, 16-byte aligned: DecodePlan or CompressPlan records. u32 seq_len at byte 0; in
+            a CompressPlan u16 ragged_id at byte 4, and seq_len 0xffffffff marks an invalid record.
         weight, eps, freqs_cis, cache, page_size, layout, tokens_per_block: as in `norm_rope_store`.
         slots: decode: [N] int32 or int64, slot of row i; extend: [>= 1 entries], slot of row i at index ragged_id.
         compress_ratio: tokens that one compressed row stands for (4 or 128 in DeepSeek-V4).
@@ -116,13 +116,16 @@ def compress_norm_rope_store(
     check_tensor("plan", plan, shape=(tokens, PLAN_BYTES), dtype=torch.uint8, device=kv.device)
     check_stride("plan", plan, 1, 1)
     check_stride("plan", plan, 0, PLAN_BYTES)
+    if tokens and not torch.compiler.is_compiling() and plan.storage_offset() % PLAN_BYTES:
+        offset = plan.storage_offset()
+        raise ValueError(f"plan: expected a storage offset that is a multiple of {PLAN_BYTES}, got {offset}")
     if isinstance(compress_ratio, bool) or not isinstance(compress_ratio, int) or compress_ratio < 1:
         raise ValueError(f"compress_ratio: expected a positive int, got {compress_ratio!r}")
     if is_decode:
         check_tensor("slots", slots, shape=(tokens,))
     if settings.check:
         rows = reference.resolve_plan(plan, slots, compress_ratio, is_decode)
-        in_cache = (rows.slots >= 0) & (rows.slots < cache.shape[0] * page_size)
+        in_cache = (rows.positions >= 0) & (rows.slots >= 0) & (rows.slots < cache.shape[0] * page_size)
         _check_values("plan's seq_len - compress_ratio", rows.positions, freqs.shape[0], rows.wanted & in_cache)
     torch.ops.sgl_dsv4_kernels.compress_norm_rope_store(
         kv,

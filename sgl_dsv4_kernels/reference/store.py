@@ -71,8 +71,8 @@ def norm_rope(kv: torch.Tensor, weight: torch.Tensor, eps: float, freqs: torch.T
         kv: [N, 512]. weight: [512]. eps: added to the mean square.
         freqs: [N, 64] (cos, sin) interleaved, one row per row of ``kv``.
 
-    Returns: [N, 512]. fp64 inputs are computed in fp64 throughout (the truth that errors are measured against), anything
-        else in fp32 in the kernel's order of operations.
+    Returns: [N, 512]. fp64 inputs are computed in fp64 throughout (the truth that errors are measured against),
+        anything else in fp32 in the kernel's order of operations.
     """
     if kv.dtype == torch.float64:
         x = kv * torch.rsqrt(kv.square().mean(-1, keepdim=True) + eps) * weight.double()
@@ -106,6 +106,12 @@ def quantize_nope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2), exponent.to(torch.uint8)
 
 
+def _bf16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """[N, k] fp32 -> [N, 2 k] uint8: rounded to nearest even; every NaN is 0x7fff, as the GPU writes it."""
+    bits = x.bfloat16().contiguous().view(torch.int16)
+    return torch.where(x.isnan(), 0x7FFF, bits).to(torch.int16).view(torch.uint8)
+
+
 def _row_bytes(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype != torch.uint8 else cache
 
@@ -120,11 +126,11 @@ def _write_rows(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, page_
 
     row = offset * layout.data_bytes
     if layout is CacheLayout.BF16:
-        put(row, x.bfloat16().contiguous().view(torch.uint8))
+        put(row, _bf16_bytes(x))
         return
     codes, scales = quantize_nope(x[:, :NOPE_DIM])
     put(row, codes)
-    put(row + NOPE_DIM, x[:, NOPE_DIM:].bfloat16().contiguous().view(torch.uint8))
+    put(row + NOPE_DIM, _bf16_bytes(x[:, NOPE_DIM:]))
     put(layout.scale_offset(page_size) + offset * layout.scale_bytes, scales)
 
 

@@ -1,0 +1,83 @@
+// One token a block of 256 threads, one pair of values a thread: the mapping for few tokens, where the time is one
+// row's latency. A warp is a scale group, the last warp the rope part.
+//
+// The row is fetched before it is known whether it will be stored, so that the fetch overlaps the plan's; the RoPE
+// factors, two dependent fetches away, are needed by the last warp alone. The kernel also takes what the 16-byte
+// accesses of warp_per_token.cuh cannot: rows, tables and caches of any alignment (kAligned = false).
+#pragma once
+
+#include "common/ptx.cuh"
+#include "store/row.cuh"
+
+namespace sgl_dsv4 {
+
+inline constexpr int kBlockThreads = kHeadDim / 2;
+inline constexpr int kBlockWarps = kBlockThreads / 32;
+static_assert(kBlockWarps == kNumScales + 1);
+
+// Sum of squares of the row in SGLang's order; every thread gets it.
+__device__ __forceinline__ float block_sum_of_squares(float2 x, int warp, int lane) {
+  __shared__ float warp_sums[kBlockWarps];
+  float sum = pair_square(x);
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, mask));
+  if (lane == 0) warp_sums[warp] = sum;
+  __syncthreads();
+  sum = warp_sums[lane % kBlockWarps];
+#pragma unroll
+  for (int mask = kBlockWarps / 2; mask > 0; mask /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, mask));
+  return sum;
+}
+
+template <typename T, StoreEntry kEntry, CacheLayout kLayout, bool kAligned>
+__global__ void __launch_bounds__(kBlockThreads) store_block_per_token(const __grid_constant__ StoreParams p) {
+  constexpr int kWords = sizeof(T) / 2;  // of a pair
+  const int lane = threadIdx.x % 32;
+  // The rope part waits for the longest chain of fetches, so the first warp takes it.
+  const int warp = (threadIdx.x / 32 + kNumScales) % kBlockWarps;
+  const int thread = warp * 32 + lane;
+  const uint32_t token = blockIdx.x;
+  const bool is_rope = warp == kNumScales;
+  // Fetched now, beside the first loads, and not when the row's address is needed at the end of the chain.
+  asm volatile("" ::"l"(p.cache), "l"(p.stride_cache_page), "r"(p.num_slots_in_cache), "r"(p.page_bits), "f"(p.eps));
+
+  const Words<kWords> weight = load_words<kWords, Reuse::kKept, kAligned>(static_cast<const T*>(p.weight) + 2 * thread);
+
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+
+  const Row row = resolve_row<kEntry>(p, token);
+  const Words<kWords> input = load_words<kWords, Reuse::kStreamed, kAligned>(
+      static_cast<const T*>(p.kv) + static_cast<int64_t>(token) * p.stride_kv_row + 2 * thread);
+  float2 freq = {};
+  if (is_rope && row.has_frequencies(p)) {
+    const float* f = p.freqs_cis + static_cast<uint64_t>(row.position) * kRopeDim + 2 * lane;
+    freq = pair_of<float>(load_words<2, Reuse::kKept, kAligned>(f), 0);
+  }
+
+  float2 x = pair_of<T>(input, 0);
+  const float norm = norm_factor(block_sum_of_squares(x, warp, lane), p.eps);
+  x = normalize(x, norm, pair_of<T>(weight, 0));
+
+  if (!row.is_stored(p)) return;
+  const Destination to = destination(p, row.slot);
+  if constexpr (kLayout == CacheLayout::kBf16) {
+    if (is_rope) x = rotate(x, freq);
+    store_packed<kAligned>(data_row<Bf16Layout>(to) + 4 * thread, pack_bf16(x));
+    return;
+  }
+  uint8_t* data = data_row<V4Layout>(to);
+  if (is_rope) {
+    store_packed<kAligned>(data + V4Layout::kRopeOffset + 4 * lane, pack_bf16(rotate(x, freq)));
+    return;
+  }
+  if (kEntry != StoreEntry::kMain) x = unpack_bf16(pack_bf16(x));
+  // Non-negative floats are ordered as their bits, and the floor has removed NaN.
+  const uint32_t bits = __float_as_uint(fmaxf(kAmaxFloor, abs_max(x.x, x.y)));
+  const int exponent = ue8m0_scale(__uint_as_float(__reduce_max_sync(kFullWarp, bits)));
+  const uint32_t codes = replace_nan_codes(pack_e4m3(x, inverse_ue8m0(exponent)));
+  store_packed<kAligned>(data + 2 * thread, static_cast<uint16_t>(codes));
+  if (lane == 0) *scale_byte(p, to, warp) = static_cast<uint8_t>(exponent);
+}
+
+}  // namespace sgl_dsv4

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call: build, GPU tests, compute-sanitizer, benchmarks. A short table comes last.
+#
+#   bash scripts/gpu_check.sh [store|decode|all]        (default: all)
+#
+# OUT_DIR           where CSV, PNG and summary go (default: benchmark/results/h200), each piece's log in OUT_DIR/logs
+# SGL_DSV4_WHEEL    test this wheel instead of building one
+# SGL_DSV4_COMMIT   what the CSV calls the commit where there is no git
+# A piece that fails does not stop the rest; the exit status is 1 if any failed. With sglang on PYTHONPATH the tests
+# compare with its kernels and the benchmark has their column.
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+set +e
+
+WHAT="${1:-all}"
+case "$WHAT" in store | decode | all) ;; *) die "expected store, decode or all, got $WHAT" ;; esac
+OUT_DIR="$(realpath -m "${OUT_DIR:-$ROOT/benchmark/results/h200}")"
+LOGS="$OUT_DIR/logs"
+mkdir -p "$LOGS"
+export MPLCONFIGDIR="${MPLCONFIGDIR:-/tmp/matplotlib}"
+failed=0
+summary=()
+
+# piece NAME COMMAND ... : runs it, its output into a log; one line here, one in the table
+piece() {
+  local name="$1" start=$SECONDS status line
+  shift
+  "$@" > "$LOGS/$name.log" 2>&1
+  status=$?
+  line="$(printf '%-22s %-9s %4d s   %s' "$name" "$([ $status = 0 ] && echo ok || echo "FAILED $status")" \
+    $((SECONDS - start)) "$(last_words "$name")")"
+  summary+=("$line")
+  echo "$line"
+  if [ $status != 0 ]; then
+    failed=1
+    echo "---- last lines of $LOGS/$name.log"
+    tail -n 25 "$LOGS/$name.log"
+    echo "----"
+  fi
+}
+
+# The line of a piece's log that says most.
+last_words() {
+  local log="$LOGS/$1.log"
+  case "$1" in
+    build) grep -aE 'for |installing' "$log" | tail -1 ;;
+    test_*) grep -aE '(passed|failed|error|skipped|no tests ran).* in [0-9.]+s' "$log" | tail -1 | sed 's/^=* *//; s/ *=*$//' ;;
+    memcheck_* | racecheck_*) grep -aE 'SUMMARY' "$log" | tail -1 | sed 's/^=* *//' ;;
+    bench_norm*) grep -a 'speed lines missed' "$log" ;;
+    *) tail -n 1 "$log" ;;
+  esac
+}
+
+build() {  # in a shell of its own: set_up exits where it fails
+  (set -e; VERBOSE_BUILD=1 set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "matplotlib 3.5 matplotlib" &&
+    cd "$VENV" && "$PY" -c 'import sgl_dsv4_kernels as dk, torch; print(dk.build_info(), torch.cuda.get_device_name())')
+}
+
+# tests PATTERN ... : the GPU tests, the SGLang-form tests and the golden files, without files that match a pattern
+tests() {
+  local ignore=() pattern
+  for pattern in "$@"; do ignore+=(--ignore-glob "*$pattern*"); done
+  local golden
+  mapfile -t golden < <(find "$ROOT/test" -name 'test_*golden*.py' ! -path '*/gpu/*' ! -path '*/registered/*')
+  local places=()
+  for pattern in "$ROOT/test/gpu" "$ROOT/test/registered" "${golden[@]}"; do [ -e "$pattern" ] && places+=("$pattern"); done
+  cd "$VENV" && "$PY" -m pytest -c "$ROOT/pyproject.toml" --rootdir "$ROOT" -m "not slow" -p no:cacheprovider -q -ra \
+    --durations 8 -W "ignore:Unknown config option" "${ignore[@]}" "${places[@]}" | tee "$LOGS/.pytest"
+  local status=$?  # pytest's: pipefail
+  grep -qaE '[0-9]+ passed' "$LOGS/.pytest" || status=1  # all skipped is no success here
+  rm -f "$LOGS/.pytest"
+  return $status
+}
+
+sanitize() {  # TOOL SCRIPT KERNEL
+  local sanitizer
+  sanitizer="${COMPUTE_SANITIZER:-}"
+  [ -n "$sanitizer" ] || sanitizer="$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2> /dev/null | head -1)"
+  [ -n "$sanitizer" ] || { echo "SUMMARY: compute-sanitizer not found (COMPUTE_SANITIZER=path)"; return 1; }
+  cd "$VENV" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$1" --error-exitcode 9 \
+    --kernel-regex "kns=$3" "$PY" "$ROOT/scripts/$2"
+}
+
+benchmark() {  # NAME ARGUMENT ...
+  local name="$1"
+  shift
+  cd "$VENV" && "$PY" "$ROOT/benchmark/bench_$name.py" --csv "$OUT_DIR/$name.csv" "$@"
+}
+
+piece build build
+export PATH="$VENV/bin:$PATH"
+if [ "$WHAT" != decode ]; then
+  if [ "$WHAT" = all ]; then piece test_all tests; else piece test_store tests combine sparse_decode triton; fi
+  piece memcheck_store sanitize memcheck sanitize_store.py store_
+  piece racecheck_store sanitize racecheck sanitize_store.py store_
+  # The speed lines are those of an H200.
+  h200=$("$PY" -c 'import torch; print(*["--check"] * ("H200" in torch.cuda.get_device_name()))' 2> /dev/null)
+  piece bench_norm_rope_store benchmark norm_rope_store --layout all --plot "$OUT_DIR/norm_rope_store.png" $h200
+fi
+if [ "$WHAT" != store ]; then
+  [ "$WHAT" = all ] || piece test_decode tests norm_rope store
+  if [ -e "$ROOT/scripts/sanitize_decode.py" ]; then
+    piece memcheck_decode sanitize memcheck sanitize_decode.py "_kernel"
+    piece racecheck_decode sanitize racecheck sanitize_decode.py "_kernel"
+  fi
+  for name in combine sparse_decode; do
+    [ -e "$ROOT/benchmark/bench_$name.py" ] && piece "bench_$name" benchmark "$name"
+  done
+fi
+
+{
+  for log in "$LOGS"/bench_*.log; do
+    [ -e "$log" ] && { echo; grep -avE '^\[' "$log"; }
+  done
+  echo
+  printf '%s\n' "${summary[@]}"
+  echo "gpu_check $WHAT: $([ $failed = 0 ] && echo ok || echo FAILED), $SECONDS s, results in $OUT_DIR"
+} | tee "$OUT_DIR/gpu_check.txt"
+exit $failed
