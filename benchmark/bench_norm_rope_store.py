@@ -8,7 +8,7 @@ int64 positions, int32 slots, page 256. compress: contiguous fp32 rows (bf16 wit
 stored, int64 slots, page 64, ratio 4. Slots and positions are as a prefill makes them: tokens fill pages in order, the
 pages come in random order, positions are consecutive; --random scatters both.
 
-Timing (L2-cold medians, contenders taking turns) is described in benchmark/common.py. The bytes of the copy are those
+Timing (L2-cold medians, contenders in random order) is described in benchmark/common.py. The bytes of the copy are those
 that the op has to move: kv row, plan or position, slot, RoPE factors and stored bytes of every row, the weight once;
 half of them are read, half written. Without sglang the stock column stays empty. SGLang's main store knows no bf16
 cache.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import COLOURS, Call, ColdTimer, Progress, device_copy, log2_axis, pyplot, run_facts, write_csv
+from common import COLOURS, Call, ColdTimer, Progress, device_copy, log2_axis, new_figure, run_facts, write_csv
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM, NUM_SCALES, ROPE_DIM
@@ -201,13 +201,12 @@ Results = dict[Case, dict[int, dict[str, float]]]
 
 def plot(path: Path, results: Results, facts: dict[str, str]) -> None:
     """Per case: time against N (log-log) above the ratios auto / stock and auto / copy."""
-    plt = pyplot()
     columns = min(len(results), 3)
     bands = -(-len(results) // columns)
-    figure, axes = plt.subplots(
-        2 * bands, columns, squeeze=False, sharex="col", sharey="row", figsize=(3.9 * columns, 5.2 * bands),
-        gridspec_kw={"height_ratios": [2.2, 1] * bands}, layout="constrained",
-    )  # fmt: skip
+    figure = new_figure(figsize=(3.9 * columns, 5.2 * bands), layout="constrained")
+    axes = figure.subplots(
+        2 * bands, columns, squeeze=False, sharex="col", sharey="row", height_ratios=[2.2, 1] * bands
+    )
     for axis in axes.flat:
         axis.set_visible(False)
     for index, (case, by_n) in enumerate(results.items()):
@@ -231,7 +230,8 @@ def plot(path: Path, results: Results, facts: dict[str, str]) -> None:
         top.set_title(str(case), loc="left")
         log2_axis(top, ns)
         log2_axis(bottom, ns)
-        plt.setp(bottom.get_xticklabels(), rotation=45, ha="right", rotation_mode="anchor")
+        for label in bottom.get_xticklabels():
+            label.set(rotation=45, ha="right", rotation_mode="anchor")
         top.set_yticks([t for t in Y_TICKS if top.get_ylim()[0] <= t <= top.get_ylim()[1]])
         top.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         top.minorticks_off()

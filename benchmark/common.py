@@ -1,15 +1,16 @@
 """What the benchmarks share: timing with a cold L2, facts about the run, CSV files, progress, style of the plots.
 
 Timing: one replay of a CUDA graph between two CUDA events, after a write of more bytes than L2 holds. The events and
-the launch, 2 to 3 us, are in every figure, the device copy's too. The contenders of a measurement take turns within
-each repetition, so a drift of the clock meets all of them; figures are medians. Compare ratios of one run, not absolute
-times of two.
+the launch, 2 to 3 us, are in every figure, the device copy's too. The contenders of a measurement run once in each
+repetition, in random order, so a drift of the clock meets all of them; figures are medians. Compare ratios of one run,
+not absolute times of two.
 """
 
 from __future__ import annotations
 
 import csv
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -38,11 +39,12 @@ class ColdTimer:
         """
         graphs = {name: capture(call) for name, call in calls.items()}
         order = list(graphs)
+        shuffle = random.Random(0).shuffle
         times: dict[str, list[float]] = {name: [] for name in order}
         for repeat in range(-warmups, repeats):
             events = {}
-            turn = repeat % len(order)
-            for name in order[turn:] + order[:turn]:
+            shuffle(order)  # so that no contender always follows the same one
+            for name in order:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 self._flush.fill_(repeat & 0x7F)
                 start.record()
@@ -170,16 +172,14 @@ COLOURS = {
 """Colour of a contender, the same in every plot (a palette that colour-blind readers can tell apart)."""
 
 
-def pyplot():
-    """matplotlib.pyplot, without a display and in the house style. Exits with the reason where it is missing."""
+def new_figure(**options):
+    """A matplotlib Figure in the house style, without pyplot or a display. Exits where matplotlib is missing."""
     try:
         import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         sys.exit("--plot needs matplotlib (pip install matplotlib)")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(
+    matplotlib.rcParams.update(
         {
             "font.size": 9,
             "axes.titlesize": 10,
@@ -195,7 +195,7 @@ def pyplot():
             "savefig.dpi": 140,
         }
     )
-    return plt
+    return Figure(**options)
 
 
 def log2_axis(axis, values: Iterable[int]) -> None:

@@ -38,6 +38,7 @@ void fill_common(const Tensor& kv, const Tensor& weight, double eps, const Tenso
   check_dtype("kv", kv, {ScalarType::BFloat16, ScalarType::Float});
   check_stride("kv", kv, 1, 1);
   check_rows("kv: rows", kv.size(0));
+  check_rows("kv: stride(0)", kv.stride(0));
   check_shape("weight", weight, {kHeadDim});
   check_dtype("weight", weight, {kv.scalar_type()});
   check_stride("weight", weight, 0, 1);
@@ -59,6 +60,7 @@ void fill_common(const Tensor& kv, const Tensor& weight, double eps, const Tenso
 
   config->layout = parse_layout(layout);
   const int64_t needed = page_bytes(config->layout, page_size);
+  check_rows("page_size: bytes of a page", needed);
   check(cache.size(1) >= needed, "cache: expected at least ", needed, " bytes a page for page_size ", page_size,
         ", got ", cache.size(1));
   check_rows("cache: slots", cache.size(0) * page_size);
@@ -78,15 +80,16 @@ void fill_common(const Tensor& kv, const Tensor& weight, double eps, const Tenso
   params->freqs_cis = static_cast<const float*>(freqs_cis.data_ptr());
   params->slots = slots.data_ptr();
   params->cache = static_cast<uint8_t*>(cache.data_ptr());
-  params->stride_kv_row = kv.stride(0);
+  params->stride_kv_row = static_cast<uint32_t>(kv.stride(0));
   params->stride_cache_page = cache.stride(0);
   params->num_positions = static_cast<uint32_t>(freqs_cis.size(0));
   params->num_slots = static_cast<uint32_t>(slots.size(0));
   params->num_slots_in_cache = static_cast<uint32_t>(cache.size(0) * page_size);
   params->num_tokens = static_cast<uint32_t>(kv.size(0));
   params->page_bits = __builtin_ctzll(static_cast<unsigned long long>(page_size));
+  params->scale_offset = static_cast<uint32_t>(scale_offset(config->layout, page_size));
   params->eps = static_cast<float>(eps);
-  params->slots_are_int64 = slots.scalar_type() == ScalarType::Long;
+  config->slots_are_int64 = slots.scalar_type() == ScalarType::Long;
 }
 
 void launch(const char* op, int32_t device, const StoreConfig& config, const StoreParams& params) {
@@ -111,7 +114,7 @@ void norm_rope_store(Tensor kv, Tensor weight, double eps, Tensor freqs_cis, Ten
   check_stride("positions", positions, 0, 1);
   check_shape("slots", slots, {kv.size(0)});
   params.positions = positions.data_ptr();
-  params.positions_are_int64 = positions.scalar_type() == ScalarType::Long;
+  config.positions_are_int64 = positions.scalar_type() == ScalarType::Long;
   launch("norm_rope_store", device, config, params);
 }
 
@@ -134,6 +137,7 @@ void compress_norm_rope_store(Tensor kv, Tensor plan, Tensor weight, double eps,
   if (is_decode) check_shape("slots", slots, {kv.size(0)});
   params.plan = static_cast<const uint4*>(plan.data_ptr());
   params.compress_ratio = static_cast<uint32_t>(compress_ratio);
+  params.ratio_reciprocal = ratio_reciprocal(params.compress_ratio);
   launch("compress_norm_rope_store", device, config, params);
 }
 

@@ -11,16 +11,26 @@ namespace {
 
 using StoreKernel = void (*)(StoreParams);
 
-template <typename T, StoreEntry kEntry, CacheLayout kLayout>
+template <typename T, StoreEntry kEntry, CacheLayout kLayout, typename Index>
 StoreKernel select_mapping(const StoreConfig& c) {
-  if (!c.aligned) return store_block_per_token<T, kEntry, kLayout, false>;
-  return c.tokens_per_block == kWarpTokensPerBlock ? store_warp_per_token<T, kEntry, kLayout>
-                                                   : store_block_per_token<T, kEntry, kLayout, true>;
+  if (!c.aligned) return store_block_per_token<T, kEntry, kLayout, Index, false>;
+  return c.tokens_per_block == kWarpTokensPerBlock ? store_warp_per_token<T, kEntry, kLayout, Index>
+                                                   : store_block_per_token<T, kEntry, kLayout, Index, true>;
+}
+template <typename T, StoreEntry kEntry, CacheLayout kLayout>
+StoreKernel select_index(const StoreConfig& c) {
+  if constexpr (kEntry == StoreEntry::kMain) {
+    if (c.positions_are_int64)
+      return c.slots_are_int64 ? select_mapping<T, kEntry, kLayout, IndexTypes<true, true>>(c)
+                               : select_mapping<T, kEntry, kLayout, IndexTypes<true, false>>(c);
+  }
+  return c.slots_are_int64 ? select_mapping<T, kEntry, kLayout, IndexTypes<false, true>>(c)
+                           : select_mapping<T, kEntry, kLayout, IndexTypes<false, false>>(c);
 }
 template <typename T, StoreEntry kEntry>
 StoreKernel select_layout(const StoreConfig& c) {
-  return c.layout == CacheLayout::kV4 ? select_mapping<T, kEntry, CacheLayout::kV4>(c)
-                                      : select_mapping<T, kEntry, CacheLayout::kBf16>(c);
+  return c.layout == CacheLayout::kV4 ? select_index<T, kEntry, CacheLayout::kV4>(c)
+                                      : select_index<T, kEntry, CacheLayout::kBf16>(c);
 }
 template <typename T>
 StoreKernel select_entry(const StoreConfig& c) {
@@ -66,7 +76,8 @@ cudaError_t launch_norm_rope_store(const StoreConfig& config, const StoreParams&
 
 cudaError_t store_device_code() {
   cudaFuncAttributes attributes;
-  const StoreKernel kernel = store_block_per_token<__nv_bfloat16, StoreEntry::kMain, CacheLayout::kV4, true>;
+  const StoreKernel kernel =
+      store_block_per_token<__nv_bfloat16, StoreEntry::kMain, CacheLayout::kV4, IndexTypes<false, false>, true>;
   return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
 }
 

@@ -28,11 +28,9 @@ struct StoreParams {
   const void* slots;        // (num_slots) int32 or int64
   uint32_t num_positions;   // <= kMaxStoreRows
   uint32_t compress_ratio;  // kCompress* only; <= kMaxStoreRows
-  bool positions_are_int64;
-  bool slots_are_int64;
 
   const void* kv;               // (num_tokens, 512) bf16 or fp32
-  int64_t stride_kv_row;        // elements
+  uint32_t stride_kv_row;       // elements
   const void* weight;           // (512) same type as kv
   uint8_t* cache;               // (pages, >= page_bytes)
   int64_t stride_cache_page;    // bytes
@@ -40,8 +38,16 @@ struct StoreParams {
   uint32_t num_slots;           // length of `slots`
   uint32_t num_tokens;          // <= kMaxStoreRows
   int32_t page_bits;            // log2(page_size)
+  uint32_t scale_offset;        // of a page's scales from its first byte
   float eps;
+  uint64_t ratio_reciprocal;  // kCompressDecode: see ratio_reciprocal()
 };
+
+// n is a multiple of `ratio` if and only if n * r <= r - 1 in 64-bit arithmetic, r = ratio_reciprocal(ratio), for every
+// 32-bit n and ratio >= 1 (Lemire, Kaser, Kurz, "Faster remainder by direct computation", 2019).
+constexpr uint64_t ratio_reciprocal(uint32_t ratio) {
+  return ~uint64_t{0} / ratio + 1;
+}
 
 // Tokens, positions and slots: a cache of this many slots would be over a terabyte.
 inline constexpr int64_t kMaxStoreRows = (int64_t{1} << 31) - 1;
@@ -49,7 +55,9 @@ inline constexpr int64_t kMaxStoreRows = (int64_t{1} << 31) - 1;
 struct StoreConfig {
   StoreEntry entry;
   CacheLayout layout;
-  bool input_is_fp32;    // else bf16
+  bool input_is_fp32;  // else bf16
+  bool positions_are_int64;
+  bool slots_are_int64;
   bool aligned;          // kv, weight, freqs_cis and cache, their rows and pages, start at multiples of 16 bytes
   int tokens_per_block;  // 0 = choose, 1 or 4; not aligned: always 1
   bool pdl;

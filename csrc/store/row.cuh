@@ -17,6 +17,7 @@ namespace sgl_dsv4 {
 
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 inline constexpr float kAmaxFloor = 1e-4f;
+inline constexpr float kE4m3Max = 448.0f;
 
 // ---- position and slot
 
@@ -33,60 +34,77 @@ struct Row {
   }
 };
 
+// Types of the index tensors, at compile time: few tokens wait for the kernel's instructions to arrive as much as for
+// its data (about 28 ns for each 128 bytes of code), so the K = 1 kernel is kept short.
+template <bool kPositionsAreInt64, bool kSlotsAreInt64>
+struct IndexTypes {
+  static constexpr bool kPositions64 = kPositionsAreInt64;  // kMain only
+  static constexpr bool kSlots64 = kSlotsAreInt64;
+};
+
 // An index as it lies in memory. Turning it into 32 bits is a step of its own: inside the load it would make the next
 // load wait for this one.
+template <bool kIsInt64>
 struct RawIndex {
-  uint32_t low, high;
-  __device__ __forceinline__ uint32_t value() const { return high == 0 ? low : 0xffffffffu; }
+  std::conditional_t<kIsInt64, uint2, uint32_t> bits;
+  __device__ __forceinline__ uint32_t value() const {
+    if constexpr (kIsInt64) {
+      return bits.y == 0 ? bits.x : 0xffffffffu;
+    } else {
+      return bits;
+    }
+  }
 };
-__device__ __forceinline__ RawIndex load_index(const void* p, bool is_int64, uint32_t i) {
-  if (!is_int64) return {static_cast<const uint32_t*>(p)[i], 0};
-  const uint2 halves = static_cast<const uint2*>(p)[i];
-  return {halves.x, halves.y};
+template <bool kIsInt64>
+__device__ __forceinline__ RawIndex<kIsInt64> load_index(const void* p, uint32_t i) {
+  return static_cast<const RawIndex<kIsInt64>*>(p)[i];
 }
 
 // Row i, i < num_tokens. Loads that do not depend on each other are issued together; only a CompressPlan's slot waits
 // for its plan. An invalid record (seq_len 0xffffffff) has a position past every table.
-template <StoreEntry kEntry>
+template <StoreEntry kEntry, typename Index>
 __device__ __forceinline__ Row resolve_row(const StoreParams& p, uint32_t i) {
   Row row;
   if constexpr (kEntry == StoreEntry::kMain) {
-    const RawIndex position = load_index(p.positions, p.positions_are_int64, i);
-    const RawIndex slot = load_index(p.slots, p.slots_are_int64, i);
+    const auto position = load_index<Index::kPositions64>(p.positions, i);
+    const auto slot = load_index<Index::kSlots64>(p.slots, i);
     row.position = position.value();
     row.slot = slot.value();
     row.wanted = true;
   } else if constexpr (kEntry == StoreEntry::kCompressDecode) {
     const uint32_t seq_len = p.plan[i].x;
-    row.slot = load_index(p.slots, p.slots_are_int64, i).value();
+    row.slot = load_index<Index::kSlots64>(p.slots, i).value();
     row.position = seq_len - p.compress_ratio;
-    row.wanted = (p.compress_ratio & (p.compress_ratio - 1)) == 0 ? (seq_len & (p.compress_ratio - 1)) == 0
-                                                                  : seq_len % p.compress_ratio == 0;
+    row.wanted = seq_len * p.ratio_reciprocal <= p.ratio_reciprocal - 1;  // seq_len is a multiple of the ratio
   } else {
     const uint2 plan = *reinterpret_cast<const uint2*>(p.plan + i);
     const uint32_t ragged_id = plan.y & 0xffffu;
     row.position = plan.x - p.compress_ratio;
     row.wanted = row.has_frequencies(p) && ragged_id < p.num_slots;
-    row.slot = row.wanted ? load_index(p.slots, p.slots_are_int64, ragged_id).value() : 0xffffffffu;
+    row.slot = row.wanted ? load_index<Index::kSlots64>(p.slots, ragged_id).value() : 0xffffffffu;
   }
   return row;
 }
 
-// First byte of the page of `slot`, and the slot's place in it.
+// Page of a slot, and the offsets of the slot's bytes in it.
 struct Destination {
   uint8_t* page;
-  uint32_t offset;
+  uint32_t data_offset;
+  uint32_t scale_offset;  // V4
 };
-__device__ __forceinline__ Destination destination(const StoreParams& p, uint32_t slot) {
-  return {p.cache + static_cast<int64_t>(slot >> p.page_bits) * p.stride_cache_page, slot & ((1u << p.page_bits) - 1)};
-}
 template <typename Layout>
-__device__ __forceinline__ uint8_t* data_row(const Destination& d) {
-  return d.page + static_cast<uint64_t>(d.offset) * Layout::kDataBytes;
+__device__ __forceinline__ Destination destination(const StoreParams& p, uint32_t slot) {
+  const uint32_t in_page = slot & ((1u << p.page_bits) - 1);
+  return {p.cache + static_cast<int64_t>(slot >> p.page_bits) * p.stride_cache_page, in_page * Layout::kDataBytes,
+          p.scale_offset + in_page * Layout::kScaleBytes};
 }
-__device__ __forceinline__ uint8_t* scale_byte(const StoreParams& p, const Destination& d, int group) {
-  return d.page + (static_cast<uint64_t>(V4Layout::kDataBytes) << p.page_bits) + d.offset * V4Layout::kScaleBytes +
-         group;
+
+template <typename T>
+__device__ __forceinline__ const T* row_of(const StoreParams& p, uint32_t token) {
+  return static_cast<const T*>(p.kv) + static_cast<uint64_t>(token) * p.stride_kv_row;
+}
+__device__ __forceinline__ const float* freqs_of(const StoreParams& p, const Row& row) {
+  return p.freqs_cis + static_cast<uint64_t>(row.position) * kRopeDim;
 }
 
 // ---- loads and stores
@@ -180,7 +198,13 @@ __device__ __forceinline__ uint32_t pack_e4m3(float2 x, float inverse_scale) {
                                   __NV_SATFINITE, __NV_E4M3);
 }
 // SGLang clamps to +-448 with fminf / fmaxf before it converts, which stores a NaN as +448 (0x7e). The conversion
-// itself saturates, so only NaN codes differ: bit 7 of a byte of the result is set where that byte of `codes` is one.
+// itself saturates, so only NaN codes differ. Either the minimum is taken before the conversion, or the codes are
+// mended: bit 7 of a byte of nan_codes() is set where that byte of `codes` is a NaN.
+__device__ __forceinline__ uint32_t pack_e4m3_without_nan(float2 x, float inverse_scale) {
+  return __nv_cvt_float2_to_fp8x2(
+      make_float2(fminf(__fmul_rn(x.x, inverse_scale), kE4m3Max), fminf(__fmul_rn(x.y, inverse_scale), kE4m3Max)),
+      __NV_SATFINITE, __NV_E4M3);
+}
 __device__ __forceinline__ uint32_t nan_codes(uint32_t codes) {
   return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
 }

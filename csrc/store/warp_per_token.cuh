@@ -16,11 +16,11 @@ inline constexpr int kWarpBlocksPerSm = 10;  // caps registers at 48; 12 spills,
 
 // `x` = the lane's 8 pairs after the norm, in element order; `freq` = the RoPE factors of its last vector's pairs.
 template <StoreEntry kEntry, int kPerVector, int kPairs>
-__device__ __forceinline__ void store_v4(const StoreParams& p, const Destination& to, const float2 (&x)[8],
-                                         const float2 (&freq)[kPairs], int lane) {
+__device__ __forceinline__ void store_v4(const Destination& to, const float2 (&x)[8], const float2 (&freq)[kPairs],
+                                         int lane) {
   using Map = LaneMap<kPerVector>;
   constexpr int kLast = Map::kVectors - 1;
-  uint8_t* row = data_row<V4Layout>(to) + lane * kPerVector;
+  uint8_t* row = to.page + (to.data_offset + lane * kPerVector);
   const bool is_rope = Map::group(kLast, lane) == kNumScales;
 
   // Rope part: the lanes whose last vector is the eighth group.
@@ -90,14 +90,15 @@ __device__ __forceinline__ void store_v4(const StoreParams& p, const Destination
     if (v < kLast || !is_rope) store_packed<true>(row + v * 32 * kPerVector, codes[v]);
 
   const int group = Map::amax_group(lane);
-  if (lane % Map::kAmaxReplicas == 0 && group < kNumScales) *scale_byte(p, to, group) = static_cast<uint8_t>(exponent);
+  if (lane % Map::kAmaxReplicas == 0 && group < kNumScales)
+    to.page[to.scale_offset + group] = static_cast<uint8_t>(exponent);
 }
 
 template <int kPerVector, int kPairs>
 __device__ __forceinline__ void store_bf16(const Destination& to, const float2 (&x)[8], const float2 (&freq)[kPairs],
                                            int lane) {
   using Map = LaneMap<kPerVector>;
-  uint8_t* row = data_row<Bf16Layout>(to) + lane * kPerVector * 2;
+  uint8_t* row = to.page + (to.data_offset + lane * kPerVector * 2);
 #pragma unroll
   for (int v = 0; v < Map::kVectors; ++v) {
     const bool is_rope = Map::group(v, lane) == kNumScales;
@@ -111,7 +112,7 @@ __device__ __forceinline__ void store_bf16(const Destination& to, const float2 (
   }
 }
 
-template <typename T, StoreEntry kEntry, CacheLayout kLayout>
+template <typename T, StoreEntry kEntry, CacheLayout kLayout, typename Index>
 __global__ void __launch_bounds__(32 * kWarpTokensPerBlock, kWarpBlocksPerSm)
     store_warp_per_token(const __grid_constant__ StoreParams p) {
   constexpr int kPerVector = 16 / sizeof(T);
@@ -131,11 +132,11 @@ __global__ void __launch_bounds__(32 * kWarpTokensPerBlock, kWarpBlocksPerSm)
 
   // Resolve: a row that writes nothing reads nothing more.
   if (token >= p.num_tokens) return;
-  const Row row = resolve_row<kEntry>(p, token);
+  const Row row = resolve_row<kEntry, Index>(p, token);
   if (!row.is_stored(p)) return;
 
   // Load: the row, read once, and its RoPE factors.
-  const T* kv = static_cast<const T*>(p.kv) + static_cast<int64_t>(token) * p.stride_kv_row;
+  const T* kv = row_of<T>(p, token);
   Words<4> input[Map::kVectors];
 #pragma unroll
   for (int v = 0; v < Map::kVectors; ++v)
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(32 * kWarpTokensPerBlock, kWarpBlocksPerSm)
   float2 freq[kPairs];
   if (Map::group(Map::kVectors - 1, lane) == kNumScales) {
     constexpr int kFirst = (Map::kVectors - 1) * 32 * kPerVector - kNopeDim;  // of lane 0, were it rope
-    const float* f = p.freqs_cis + static_cast<uint64_t>(row.position) * kRopeDim + kFirst + lane * kPerVector;
+    const float* f = freqs_of(p, row) + kFirst + lane * kPerVector;
 #pragma unroll
     for (int i = 0; i < kPairs; i += 2) {
       const Words<4> four = load_words<4, Reuse::kKept, true>(f + 2 * i);
@@ -165,11 +166,10 @@ __global__ void __launch_bounds__(32 * kWarpTokensPerBlock, kWarpBlocksPerSm)
   for (int i = 0; i < 8; ++i) x[i] = normalize(x[i], norm, pair_of<T>(weight[i / kPairs], i % kPairs));
 
   // Store.
-  const Destination to = destination(p, row.slot);
   if constexpr (kLayout == CacheLayout::kV4) {
-    store_v4<kEntry, kPerVector>(p, to, x, freq, lane);
+    store_v4<kEntry, kPerVector>(destination<V4Layout>(p, row.slot), x, freq, lane);
   } else {
-    store_bf16<kPerVector>(to, x, freq, lane);
+    store_bf16<kPerVector>(destination<Bf16Layout>(p, row.slot), x, freq, lane);
   }
 }
 

@@ -26,10 +26,10 @@ _spec.loader.exec_module(make_store_golden)
 CASES = make_store_golden.golden_cases()
 
 RSQRT_ULPS = 2  # CUDA's rsqrtf
-# Measured with the norm of every row off by -2, -1, 1 or 2 ulp: what a case differs in at most. A constant row with
-# bf16 weights has many values on a midpoint of two codes, and its boundary group between two scales: counted apart.
-MAX_CODES, MAX_CONSTANT_CODES, MAX_BF16 = 1, 70, 4
-MAX_SCALES = len(make_store_golden.BOUNDARY_CONSTANTS) + 1  # one more constant row is among the special rows
+# Measured: what the worst case of the file differs in. The CPU's norm is correctly rounded and the GPU's is not, yet of
+# 912 rows one bf16 value differs. (Were every norm off by 1 or 2 ulp, 1 code and 4 bf16 values of a case would differ,
+# and in constant rows, whose values lie on midpoints, 70 codes and 5 scale bytes.)
+MAX_SCALES, MAX_CODES, MAX_CONSTANT_CODES, MAX_BF16 = 0, 0, 0, 1
 
 
 class Rows(NamedTuple):
