@@ -8,7 +8,7 @@ int64 positions, int32 slots, page 256. compress: contiguous fp32 rows (bf16 wit
 stored, int64 slots, page 64, ratio 4. Slots and positions are as a prefill makes them: tokens fill pages in order, the
 pages come in random order, positions are consecutive; --random scatters both.
 
-Timing (L2-cold medians, contenders in random order) is described in benchmark/common.py. The bytes of the copy are those
+Timing (L2-cold medians, contenders in random order): see benchmark/common.py. The bytes of the copy are those
 that the op has to move: kv row, plan or position, slot, RoPE factors and stored bytes of every row, the weight once;
 half of them are read, half written. Without sglang the stock column stays empty. SGLang's main store knows no bf16
 cache.

@@ -51,7 +51,7 @@ last_words() {
 }
 
 build() {  # in a shell of its own: set_up exits where it fails
-  (set -e; VERBOSE_BUILD=1 set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "matplotlib 3.5 matplotlib" &&
+  (set -e; VERBOSE_BUILD=1 set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "matplotlib 3.5 matplotlib" "triton 3.6 triton==3.6.0" &&
     cd "$VENV" && "$PY" -c 'import sgl_dsv4_kernels as dk, torch; print(dk.build_info(), torch.cuda.get_device_name())')
 }
 

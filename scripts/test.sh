@@ -10,7 +10,7 @@ for argument in "$@"; do
   fi
   arguments+=("$argument")
 done
-set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis"
+set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "triton 3.6 triton==3.6.0"
 need_optional "pytest_timeout 2.0 pytest-timeout"
 cd "$VENV"  # away from the source tree, whose folder would hide the installed package
 exec "$PY" -m pytest -c "$ROOT/pyproject.toml" --rootdir "$ROOT" -m "not slow" -p no:cacheprovider \

@@ -12,14 +12,25 @@ _extension.load()  # before anything that names torch.ops.sgl_dsv4_kernels
 from sgl_dsv4_kernels import reference
 from sgl_dsv4_kernels._extension import build_info
 from sgl_dsv4_kernels.layout import CacheLayout
-from sgl_dsv4_kernels.ops import compress_norm_rope_store, norm_rope_store
+from sgl_dsv4_kernels.ops import (
+    DecodeOutput,
+    combine_splits,
+    compress_norm_rope_store,
+    norm_rope_store,
+    sparse_decode,
+    sparse_decode_partial,
+)
 from sgl_dsv4_kernels.settings import settings
 
 __all__ = [
     "CacheLayout",
+    "DecodeOutput",
     "build_info",
+    "combine_splits",
     "compress_norm_rope_store",
     "norm_rope_store",
     "reference",
     "settings",
+    "sparse_decode",
+    "sparse_decode_partial",
 ]

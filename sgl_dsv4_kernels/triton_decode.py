@@ -156,7 +156,11 @@ def loop_bound(x, INTERPRET: tl.constexpr):
         "num_freqs", "stride_indices", "stride_extra_indices", "stride_length", "stride_extra_length",
         "stride_positions", "stride_scales_token", "stride_scales_column", "stride_amax_token", "stride_amax_head",
         "stride_lse_split", "stride_lse_token", "stride_lse_head", "stride_freqs",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "indices_ptr", "extra_indices_ptr", "length_ptr", "extra_length_ptr", "lse_ptr", "scales_ptr", "amax_ptr",
+        "sink_ptr", "freqs_ptr", "positions_ptr",
+    ],
 )  # fmt: skip
 def sparse_decode_kernel(
     q_ptr, cache_ptr, indices_ptr, length_ptr, extra_cache_ptr, extra_indices_ptr, extra_length_ptr,
@@ -271,8 +275,8 @@ def sparse_decode_kernel(
         total = total * decay + tl.sum(p, 1)
         most = new_most
 
-        # O = P V. One bf16 of a weight is as coarse as the result's own rounding, and hangs on the split's maximum. With
-        # the remainder as a second term the result is that of fp32 weights, whatever the number of splits.
+        # O = P V. One bf16 of a weight is as coarse as the result's own rounding, and hangs on the split's maximum.
+        # With the remainder as a second term the result is that of fp32 weights, whatever the number of splits.
         high = round_to_bf16(p, INTERPRET)
         o0 = o0 * decay[:, None]
         o1 = o1 * decay[:, None]

@@ -21,11 +21,4 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// PTX ISA, "bar": a barrier of one warp on a named barrier, for code that only this warp runs. The assembler moves no
-// memory access across it, as it does across __syncwarp.
-template <int kBarrier>
-__device__ __forceinline__ void bar_sync_one_warp() {
-  asm volatile("bar.sync %0, 32;" ::"n"(kBarrier) : "memory");
-}
-
 }  // namespace sgl_dsv4::ptx

@@ -34,7 +34,7 @@ template <typename T, StoreEntry kEntry, CacheLayout kLayout, typename Index, bo
 __global__ void __launch_bounds__(kBlockThreads) store_block_per_token(const __grid_constant__ StoreParams p) {
   constexpr int kWords = sizeof(T) / 2;  // of a pair
   const unsigned thread = threadIdx.x;
-  const unsigned warp = __shfl_sync(kFullWarp, thread / 32, 0);  // a number that the compiler knows to be the warp's
+  const unsigned warp = thread / 32;
   const unsigned lane = thread % 32;
   const uint32_t token = blockIdx.x;
   const bool is_rope = warp == kNumScales;
@@ -47,11 +47,8 @@ __global__ void __launch_bounds__(kBlockThreads) store_block_per_token(const __g
   const Row row = resolve_row<kEntry, Index>(p, token);
   const Words<kWords> input = load_words<kWords, Reuse::kStreamed, kAligned>(row_of<T>(p, token) + 2 * thread);
   float2 freq = {};
-  if (is_rope) {
-    if (row.has_frequencies(p))
-      freq = pair_of<float>(load_words<2, Reuse::kKept, kAligned>(freqs_of(p, row) + 2 * lane), 0);
-    ptx::bar_sync_one_warp<1>();  // keeps the compiler from issuing the fetch after the first steps of the sum
-  }
+  if (is_rope && row.has_frequencies(p))
+    freq = pair_of<float>(load_words<2, Reuse::kKept, kAligned>(freqs_of(p, row) + 2 * lane), 0);
 
   float2 x = pair_of<T>(input, 0);
   const float norm = norm_factor(block_sum_of_squares(x, warp, lane), p.eps);

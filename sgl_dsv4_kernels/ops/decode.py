@@ -236,8 +236,17 @@ def _resolve_num_splits(
         return 1
     # Tracing goes through the plain function: a cache lookup is not traceable.
     choose = choose_num_splits if torch.compiler.is_compiling() else cached_num_splits
-    sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    return choose(q.shape[0], q.shape[1], keys, sm_count)
+    return choose(q.shape[0], q.shape[1], keys, _sm_count(q.device))
+
+
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# torch.compile cannot trace these two, and evaluates functions that are marked so. This is what
+# torch.compiler.assume_constant_result does, which also imports torch._dynamo: seconds, at everybody's import.
+_sm_count._dynamo_marked_constant = True
+_check_triton._dynamo_marked_constant = True
 
 
 # ---- checks ----

@@ -39,7 +39,9 @@ def keys_of_split(problem: td.Problem, row: int, split: int, num_splits: int) ->
     """[n, 512] fp64: what one split of one row attends to."""
     sources = [problem.main, problem.extra]
     capacity = [0 if s is None else s.indices.shape[1] for s in sources]
-    length = [c if s is None or s.length is None else int(s.length[row]) for s, c in zip(sources, capacity, strict=True)]
+    length = [
+        c if s is None or s.length is None else int(s.length[row]) for s, c in zip(sources, capacity, strict=True)
+    ]
     blocks = row_blocks(length[0], capacity[0], length[1], capacity[1])
     rows = []
     for block in range(*split_range(blocks.blocks, split, num_splits)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_splits_cover_the_blocks_in_order(blocks, num_splits):
     ranges = [split_range(blocks, s, num_splits) for s in range(num_splits)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == blocks
-    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     sizes = [end - begin for begin, end in ranges]
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1

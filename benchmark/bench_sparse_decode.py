@@ -1,0 +1,235 @@
+"""Time of the sparse decode beside FlashMLA's Hopper kernel, split counts apart.
+
+    python benchmark/bench_sparse_decode.py --csv sparse_decode.csv --plot sparse_decode.png
+    python benchmark/bench_sparse_decode.py --b 1 8 --heads 8 64 --topk 128 --extra 512 1024 --splits 1 4 8
+
+Two V4 caches (pages of 256 and 64 tokens) of random rows, random slots, full lengths, a sink, bf16 output. FlashMLA takes
+64 or 128 heads; fewer are padded to 64, as SGLang does. Without the package flash_mla its column stays empty. Scheduler
+metadata is prepared outside FlashMLA's time.
+
+cold: one replay of a CUDA graph after a write larger than L2 (benchmark/common.py). warm: per call of a graph of 20.
+Bytes count every key once a row, plus q, output and LSE; the roofline is the larger of bytes over the copy's bandwidth
+(4.27 TB/s) and FLOP over the matrix rate (790 TFLOP/s) that an H200 was measured at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from common import Call, ColdTimer, Progress, capture, log2_axis, new_figure, run_facts, write_csv
+
+import sgl_dsv4_kernels as dk
+from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM
+from sgl_dsv4_kernels.split_partition import choose_num_splits
+
+MAIN_PAGE, EXTRA_PAGE = 256, 64
+WARM_CALLS = 20
+COPY_BYTES_PER_US = 4.27e6
+MATMUL_FLOP_PER_US = 790e6
+V4 = dk.CacheLayout.V4
+
+
+def random_cache(tokens: int, page_size: int) -> torch.Tensor:
+    """[pages, page_bytes] uint8: random e4m3 codes and bf16 RoPE values, one scale."""
+    pages = -(-tokens // page_size)
+    cache = torch.empty(pages, V4.page_bytes(page_size), dtype=torch.uint8, device="cuda")
+    cache[:, V4.scale_offset(page_size) :] = 127 - 7
+    rows = cache[:, : V4.scale_offset(page_size)].view(pages, page_size, V4.data_bytes)
+    for first in range(0, pages, 512):  # in slices: the fp32 draws are large
+        part = rows[first : first + 512]
+        codes = torch.randn(*part.shape[:2], NOPE_DIM, device="cuda") * 40
+        part[..., :NOPE_DIM] = codes.to(torch.float8_e4m3fn).view(torch.uint8)
+        rope = torch.randn(*part.shape[:2], HEAD_DIM - NOPE_DIM, device="cuda").bfloat16()
+        part[..., NOPE_DIM:] = rope.view(torch.uint8)
+    return cache
+
+
+def flashmla():
+    """FlashMLA's Python interface, or None."""
+    try:
+        from flash_mla import flash_mla_interface
+    except ImportError:
+        return None
+    return flash_mla_interface
+
+
+def flashmla_call(api, heads: int, cache, indices, length, extra, extra_indices, extra_length, sink) -> Call:
+    """FlashMLA on the same caches and indices, heads padded to 64 or 128."""
+    padded = 64 if heads <= 64 else 128
+    rows = indices.shape[0]
+
+    def view(pages: torch.Tensor, page_size: int) -> torch.Tensor:
+        token_bytes = V4.data_bytes + V4.scale_bytes
+        used = pages[:, : page_size * token_bytes]
+        return used.view(torch.float8_e4m3fn).view(pages.shape[0], page_size, 1, token_bytes)
+
+    keywords = {
+        "q": torch.randn(rows, 1, padded, HEAD_DIM, device="cuda").bfloat16(),
+        "k_cache": view(cache, MAIN_PAGE),
+        "indices": indices[:, None],
+        "topk_length": length,
+        "attn_sink": torch.zeros(padded, device="cuda"),
+        "block_table": None,
+        "cache_seqlens": None,
+        "head_dim_v": HEAD_DIM,
+        "tile_scheduler_metadata": api.FlashMLASchedMeta(),
+        "softmax_scale": HEAD_DIM**-0.5,
+        "is_fp8_kvcache": True,
+    }
+    if extra_indices is not None:
+        keywords |= {
+            "extra_k_cache": view(extra, EXTRA_PAGE),
+            "extra_indices_in_kvcache": extra_indices[:, None],
+            "extra_topk_length": extra_length,
+        }
+    return lambda: api.flash_mla_with_kvcache(**keywords)
+
+
+def make_calls(api, caches, b: int, heads: int, topk: int, extra_topk: int, splits: list[int]) -> dict[str, Call]:
+    """The contenders of one shape."""
+    cache, extra = caches
+    q = torch.randn(b, heads, HEAD_DIM, device="cuda").bfloat16()
+    sink = torch.randn(heads, device="cuda")
+    slots = cache.shape[0] * MAIN_PAGE, extra.shape[0] * EXTRA_PAGE
+    indices = torch.randint(0, slots[0], (b, topk), device="cuda", dtype=torch.int32)
+    length = torch.full((b,), topk, device="cuda", dtype=torch.int32)
+    keywords = {"page_size": MAIN_PAGE, "attn_sink": sink}
+    extra_indices = extra_length = None
+    if extra_topk:
+        extra_indices = torch.randint(0, slots[1], (b, extra_topk), device="cuda", dtype=torch.int32)
+        extra_length = torch.full((b,), extra_topk, device="cuda", dtype=torch.int32)
+        keywords |= {
+            "extra_cache": extra,
+            "extra_page_size": EXTRA_PAGE,
+            "extra_indices": extra_indices,
+            "extra_topk_length": extra_length,
+        }
+
+    def with_splits(num_splits: int | None) -> Call:
+        return lambda: dk.sparse_decode(q, cache, indices, length, num_splits=num_splits, **keywords)
+
+    calls = {"auto": with_splits(None)} | {f"S={s}": with_splits(s) for s in splits}
+    if api is not None:
+        calls["FlashMLA"] = flashmla_call(api, heads, cache, indices, length, extra, extra_indices, extra_length, sink)
+    return calls
+
+
+def warm_medians(calls: dict[str, Call], repeats: int) -> dict[str, float]:
+    """Microseconds a call in a graph of WARM_CALLS calls, contenders taking turns."""
+    graphs = {name: capture(call, WARM_CALLS) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / WARM_CALLS)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def roofline_us(b: int, heads: int, keys: int) -> tuple[float, float, float]:
+    """Bytes, FLOP and the time that the larger of the two needs."""
+    io = b * heads * (HEAD_DIM * 4 + 4) + b * keys * 4
+    total_bytes = b * keys * (V4.data_bytes + V4.scale_bytes) + io
+    flop = 4.0 * b * heads * keys * HEAD_DIM
+    return total_bytes, flop, max(total_bytes / COPY_BYTES_PER_US, flop / MATMUL_FLOP_PER_US)
+
+
+def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
+    """Warm time against b, auto and FlashMLA, a panel per head count, a colour per extra key count."""
+    heads = sorted({row["heads"] for row in rows})
+    figure = new_figure(figsize=(3.6 * len(heads), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(heads), squeeze=False, sharey=True)[0]
+    colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+    for axis, h in zip(axes, heads, strict=True):
+        mine = [row for row in rows if row["heads"] == h]
+        for colour, extra in zip(colours, sorted({row["extra"] for row in mine}), strict=False):
+            points = [row for row in mine if row["extra"] == extra]
+            for name, style in (("auto", "-o"), ("FlashMLA", "--")):
+                column = f"{name}_warm_us"
+                xy = [(row["b"], float(row[column])) for row in points if row.get(column)]
+                if xy:
+                    label = f"{'ours' if name == 'auto' else name}, {points[0]['topk']} + {extra} keys"
+                    axis.plot(*zip(*xy, strict=True), style, color=colour, label=label)
+        axis.set_yscale("log")
+        axis.set_title(f"{h} heads", loc="left")
+        axis.set_xlabel("rows")
+        log2_axis(axis, sorted({row["b"] for row in mine}))
+    axes[0].set_ylabel("time, us (warm)")
+    axes[0].legend()
+    figure.suptitle("sparse decode: {gpu}, torch {torch}, commit {commit}".format(**facts), fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--b", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128], help="rows (b * s_q)")
+    parser.add_argument("--heads", type=int, nargs="+", default=[8, 16, 64, 128])
+    parser.add_argument("--topk", type=int, default=128, help="keys of the first cache")
+    parser.add_argument("--extra", type=int, nargs="+", default=[512], help="keys of the second cache, 0 for none")
+    parser.add_argument("--splits", type=int, nargs="*", default=[1, 2, 4, 8], help="split counts beside auto")
+    parser.add_argument("--tokens", type=int, default=200_000, help="of each cache")
+    parser.add_argument("--iters", type=int, default=30)
+    parser.add_argument("--csv", type=Path, metavar="PATH")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="PNG")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    if not torch.cuda.is_available():
+        print("bench_sparse_decode.py: needs a CUDA device", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    facts = run_facts()
+    api = flashmla()
+    print(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}")
+    print(f"# us, cold / warm{'' if api else '; no FlashMLA column: the package flash_mla is missing'}")
+    names = ["auto", *(f"S={s}" for s in args.splits), *(["FlashMLA"] if api else [])]
+    print(
+        f"{'heads':>5} {'keys':>10} {'b':>4} {'S':>3}"
+        + "".join(f"{name:>15}" for name in names)
+        + "  FlashMLA/auto  roof"
+    )
+    caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    timer = ColdTimer()
+    progress = Progress(len(args.heads) * len(args.extra) * len(args.b))
+    rows = []
+    for heads in args.heads:
+        for extra in args.extra:
+            for b in args.b:
+                progress.step(f"{heads} heads, {args.topk} + {extra} keys, b={b}")
+                calls = make_calls(api, caches, b, heads, args.topk, extra, args.splits)
+                cold, warm = timer.medians(calls, args.iters), warm_medians(calls, max(args.iters // 3, 3))
+                total_bytes, flop, roof = roofline_us(b, heads, args.topk + extra)
+                chosen = choose_num_splits(b, heads, args.topk + extra, sm_count)
+                row = {"heads": heads, "topk": args.topk, "extra": extra, "b": b, "auto_splits": chosen}
+                for name in names:
+                    row[f"{name}_cold_us"], row[f"{name}_warm_us"] = f"{cold[name]:.2f}", f"{warm[name]:.2f}"
+                row["gb_per_s"] = f"{total_bytes / warm['auto'] / 1e3:.0f}"
+                row["tflop_per_s"] = f"{flop / warm['auto'] / 1e6:.1f}"
+                row["roofline_share"] = f"{roof / warm['auto']:.3f}"
+                rows.append(row | facts)
+                cells = "".join(f"{cold[name]:7.1f} /{warm[name]:6.1f}" for name in names)
+                ratio = f"{warm['FlashMLA'] / warm['auto']:13.2f}" if api else f"{'-':>13}"
+                print(
+                    f"{heads:5} {args.topk:4} +{extra:4} {b:4} {chosen:3}{cells}  {ratio}  {roof / warm['auto']:4.2f}",
+                    flush=True,
+                )
+    if args.csv:
+        write_csv(args.csv, rows)
+    if args.plot:
+        plot(args.plot, rows, facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
