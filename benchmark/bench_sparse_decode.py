@@ -3,9 +3,9 @@
     python benchmark/bench_sparse_decode.py --csv sparse_decode.csv --plot sparse_decode.png
     python benchmark/bench_sparse_decode.py --b 1 8 --heads 8 64 --topk 128 --extra 512 1024 --splits 1 4 8
 
-Two V4 caches (pages of 256 and 64 tokens) of random rows, random slots, full lengths, a sink, bf16 output. FlashMLA takes
-64 or 128 heads; fewer are padded to 64, as SGLang does. Without the package flash_mla its column stays empty. Scheduler
-metadata is prepared outside FlashMLA's time.
+Two V4 caches (pages of 256 and 64 tokens) of random rows, random slots, full lengths, a sink, bf16 output. FlashMLA
+takes 64 or 128 heads; fewer are padded to 64, as SGLang does. Without the package flash_mla its column stays empty.
+Scheduler metadata is prepared outside FlashMLA's time.
 
 cold: one replay of a CUDA graph after a write larger than L2 (benchmark/common.py). warm: per call of a graph of 20.
 Bytes count every key once a row, plus q, output and LSE; the roofline is the larger of bytes over the copy's bandwidth
@@ -15,19 +15,17 @@ Bytes count every key once a row, plus q, output and LSE; the roofline is the la
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 
 import torch
-from common import Call, ColdTimer, Progress, capture, log2_axis, new_figure, run_facts, write_csv
+from common import Call, ColdTimer, Progress, log2_axis, new_figure, run_facts, warm_medians, write_csv
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM
 from sgl_dsv4_kernels.split_partition import choose_num_splits
 
 MAIN_PAGE, EXTRA_PAGE = 256, 64
-WARM_CALLS = 20
 COPY_BYTES_PER_US = 4.27e6
 MATMUL_FLOP_PER_US = 790e6
 V4 = dk.CacheLayout.V4
@@ -116,21 +114,6 @@ def make_calls(api, caches, b: int, heads: int, topk: int, extra_topk: int, spli
     if api is not None:
         calls["FlashMLA"] = flashmla_call(api, heads, cache, indices, length, extra, extra_indices, extra_length, sink)
     return calls
-
-
-def warm_medians(calls: dict[str, Call], repeats: int) -> dict[str, float]:
-    """Microseconds a call in a graph of WARM_CALLS calls, contenders taking turns."""
-    graphs = {name: capture(call, WARM_CALLS) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(repeats):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3 / WARM_CALLS)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def roofline_us(b: int, heads: int, keys: int) -> tuple[float, float, float]:

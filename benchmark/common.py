@@ -22,6 +22,7 @@ import torch
 
 Call = Callable[[], object]
 FLUSH_BYTES = 256 << 20
+WARM_CALLS = 20
 
 
 class ColdTimer:
@@ -56,6 +57,21 @@ class ColdTimer:
                 for name, (start, end) in events.items():
                     times[name].append(start.elapsed_time(end) * 1e3)
         return {name: statistics.median(values) for name, values in times.items()}
+
+
+def warm_medians(calls: Mapping[str, Call], repeats: int) -> dict[str, float]:
+    """Median microseconds a call in a CUDA graph of WARM_CALLS calls, contenders in turns: data that fit stay in L2."""
+    graphs = {name: capture(call, WARM_CALLS) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / WARM_CALLS)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def capture(call: Call, calls_per_graph: int = 1) -> torch.cuda.CUDAGraph:

@@ -37,24 +37,61 @@ def store_table(rows: list[dict[str, str]], layout: str) -> list[str]:
     return lines
 
 
+def decode_table(rows: list[dict[str, str]]) -> list[str]:
+    """Markdown lines: a line for each number of rows, a cell "ours / FlashMLA" for each head count."""
+    heads = list(dict.fromkeys(row["heads"] for row in rows))
+    by_key = {(row["heads"], row["b"]): row for row in rows}
+
+    def cell(h: str, b: str) -> str:
+        row = by_key[h, b]
+        return f"{float(row['auto_warm_us']):.1f} / {float(row['FlashMLA_warm_us']):.1f}"
+
+    lines = ["| rows | " + " | ".join(f"{h} heads" for h in heads) + " |", "| --- |" + " --- |" * len(heads)]
+    for b in dict.fromkeys(row["b"] for row in rows):
+        lines.append(f"| {b} | " + " | ".join(cell(h, b) for h in heads) + " |")
+    return lines
+
+
+def machine(row: dict[str, str]) -> str:
+    """Where and when a CSV was measured."""
+    return f"{row['gpu']}, torch {row['torch']}, driver {row['driver']}, commit {row['commit']}, {row['date']}."
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """Rows of a CSV, none if it is not there."""
+    path = RESULTS / name
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def figures() -> str:
     """What belongs between the two comments."""
-    path = RESULTS / "norm_rope_store.csv"
-    if not path.is_file():
-        return "Not measured yet.\n"
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    first = rows[0]
-    lines = [
-        f"{first['gpu']}, torch {first['torch']}, driver {first['driver']}, commit {first['commit']}, {first['date']}. "
-        "Median",
-        "us, L2 flushed before each run: **ours / SGLang's kernel / a device copy of the same bytes**, into a `v4`",
-        "cache. Each figure includes 2 to 3 us of launch and events.",
-        "",
-        *store_table(rows, "v4"),
-        "",
-        "![time against rows](benchmark/results/h200/norm_rope_store.png)",
-    ]
+    store, decode = read("norm_rope_store.csv"), read("sparse_decode.csv")
+    lines = []
+    if store:
+        lines += [
+            f"**Store.** {machine(store[0])}",
+            "Median us, L2 flushed before each run: **ours / SGLang's kernel / a device copy of the same bytes**, into",
+            "a `v4` cache. Each figure includes 2 to 3 us of launch and events.",
+            "",
+            *store_table(store, "v4"),
+            "",
+            "![time against rows](benchmark/results/h200/norm_rope_store.png)",
+            "",
+        ]
+    if decode:
+        keys = f"{decode[0]['topk']} + {decode[0]['extra']}"
+        lines += [
+            f"**Decode** (Triton backend). {machine(decode[0])}",
+            f"Median us a call in a graph of 20, {keys} keys: **ours / FlashMLA's Hopper kernel** (8 and 16 heads",
+            "padded to 64, as SGLang does).",
+            "",
+            *decode_table(decode),
+            "",
+        ]
+    lines = lines[:-1] or ["Not measured yet."]
     return "\n".join(lines) + "\n"
 
 

@@ -29,6 +29,8 @@ BATCH_INVARIANT_BLOCKS = 4
 
 HEAD_DIM = 512
 HEAD_BLOCK = 64
+SHARED_SM_HEADS = 16
+"""Up to this many heads two programs of the Triton kernel fit an SM of Hopper."""
 
 
 class KeyBlock(NamedTuple):
@@ -76,30 +78,38 @@ def key_block(row: RowBlocks, block: int, block_keys: int = SPLIT_BLOCK_KEYS) ->
 def choose_num_splits(rows: int, heads: int, keys: int, sm_count: int) -> int:
     """Number of splits for ``num_splits=None``: a function of shapes alone, so that one graph serves all lengths.
 
-    The cheapest S by a model of the H200, in microseconds: every wave of programs takes its longest program's blocks,
-    and more than one split costs a combine launch and the partials' way out and back.
+    The cheapest S by a model, in microseconds, of the Triton kernel on an H200 (fitted to
+    benchmark/results/h200/sparse_decode.csv): every wave of programs takes its longest program's blocks, and more than
+    one split costs a combine launch and the partials' way out and back.
 
-        time(S) = waves(S) * blocks_per_split(S) * block_time + (S > 1) * (2 + partial_bytes(S) / 2e6)
+        time(S) = waves(S) * blocks_per_split(S) * block_time + (S > 1) * (4 + partial_bytes(S) / 2.5e6)
         partial_bytes(S) = S * rows * heads * 512 * 4, at most MAX_PARTIAL_BYTES for any S > 1
 
-    Example: 1 row, 64 heads, K + extra K = 128 + 512, 132 SMs: 10 blocks, block_time 3. S = 1: 30. S = 5: 2 blocks in
-    one wave, 0.66 MB: 6 + 2 + 0.3 = 8.3. S = 10: 3 + 2 + 0.7 = 5.7, the least, and more splits than blocks never help:
-    10. 16 rows: S = 5 runs 80 programs of 2 blocks with 10.5 MB, 6 + 2 + 5.2 = 13.2, but S = 8 has 16.8 MB, 16.4, and
-    S = 10 needs two waves, 18.5: 5. 128 rows: one split fills the SMs, 30, and two would double the waves: 1.
+    With 8 or 16 heads two programs fit an SM, and each then takes 1.6 times as long.
+
+    Example: 1 row, 64 heads, K + extra K = 128 + 512, 132 SMs: 10 blocks, block_time 7.2. S = 1: 72. S = 5: 2 blocks in
+    one wave, 0.66 MB: 14.4 + 4 + 0.3 = 18.7. S = 10: 7.2 + 4 + 0.5 = 11.7, the least, and more splits than blocks never
+    help: 10. 16 rows: S = 5 runs 80 programs of 2 blocks with 10.5 MB, 14.4 + 4 + 4.2 = 22.6, but S = 8 has 16.8 MB,
+    25.1, and S = 10 needs two waves, 26.8: 5. 128 rows: one split fills the SMs, 72, and two double the waves: 1.
+    128 rows of 8 heads: 51 unsplit; two splits are 256 programs, two an SM, 5 * 5.1 * 1.6 + 4 + 1.7 = 46.5: 2.
 
     Args:
         rows: T. heads: h. keys: K + extra K, the widths of the index lists. sm_count: of the device.
     """
     blocks = max(1, -(-keys // SPLIT_BLOCK_KEYS))
     head_blocks = -(-heads // HEAD_BLOCK)
-    block_time = 1.5 + 1.5 * min(heads, HEAD_BLOCK) / HEAD_BLOCK
+    block_time = 5.1 + 2.1 * max(min(heads, HEAD_BLOCK) - SHARED_SM_HEADS, 0) / (HEAD_BLOCK - SHARED_SM_HEADS)
+    programs_per_sm = 2 if heads <= SHARED_SM_HEADS else 1
     best, best_time = 1, 0.0
     for splits in range(1, min(blocks, MAX_AUTO_SPLITS) + 1):
         partial_bytes = splits * rows * heads * HEAD_DIM * 4
         if splits > 1 and partial_bytes > MAX_PARTIAL_BYTES:
             break
-        waves = -(-rows * head_blocks * splits // sm_count)
-        time = waves * -(-blocks // splits) * block_time + (0.0 if splits == 1 else 2.0 + partial_bytes / 2e6)
+        programs = rows * head_blocks * splits
+        waves = -(-programs // (sm_count * programs_per_sm))
+        slowdown = 1.6 if programs_per_sm == 2 and programs > sm_count else 1.0
+        time = waves * -(-blocks // splits) * block_time * slowdown
+        time += 0.0 if splits == 1 else 4.0 + partial_bytes / 2.5e6
         if splits == 1 or time < best_time:
             best, best_time = splits, time
     return best

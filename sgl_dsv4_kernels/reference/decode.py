@@ -218,7 +218,8 @@ def quantise(value: torch.Tensor, output: str) -> tuple[torch.Tensor, torch.Tens
     groups = value.float().unflatten(-1, (-1, group))
     most = torch.finfo(torch.float32).max
     amax = groups.abs().nan_to_num(nan=0.0, posinf=most).amax(-1).clamp(min=AMAX_FLOOR)
-    scale = amax / E4M3_MAX
+    # By a tensor: torch on CUDA multiplies by the reciprocal of a number, which rounds otherwise.
+    scale = amax / torch.full_like(amax, E4M3_MAX)
     if output == "fp8_group128":
         return to_e4m3(groups / scale[..., None]).flatten(-2), column_major(scale.flatten(1))
     bits = scale.view(torch.int32)

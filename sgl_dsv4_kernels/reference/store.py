@@ -98,7 +98,8 @@ def quantize_nope(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     groups = x.unflatten(-1, (NUM_SCALES, QUANT_GROUP))
     amax = torch.where(groups.isnan(), 0.0, groups.abs()).amax(-1).clamp(min=AMAX_FLOOR)
-    bits = (amax / E4M3_MAX).view(torch.int32)
+    # By a tensor: torch on CUDA multiplies by the reciprocal of a number, which rounds otherwise.
+    bits = (amax / torch.full_like(amax, E4M3_MAX)).view(torch.int32)
     exponent = (bits >> 23 & 0xFF) + (bits & 0x7FFFFF != 0).to(torch.int32)
     inverse = ((254 - exponent) << 23).view(torch.float32)
     scaled = groups * inverse[..., None]

@@ -111,6 +111,7 @@ def test_examples_of_the_choice():
     assert choose_num_splits(1, 64, 640, 132) == 10
     assert choose_num_splits(16, 64, 640, 132) == 5
     assert choose_num_splits(128, 64, 640, 132) == 1
+    assert choose_num_splits(128, 8, 640, 132) == 2
     assert choose_num_splits(1, 64, 0, 132) == 1
     assert choose_num_splits(1, 64, 64, 132) == 1
 
