@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstdint>
 
 namespace sgl_dsv4 {
 
@@ -11,26 +12,27 @@ inline constexpr int kMaxDevices = 64;
 
 struct DeviceFacts {
   int sm_count = 0;
-  int major = 0;
+  int threads_per_sm = 0;  // resident at once
 };
 
-// Multiprocessor count and compute capability of the current device.
+// Facts about the current device, asked once.
 inline cudaError_t device_facts(DeviceFacts* facts) {
-  static std::atomic<int> cached[kMaxDevices];  // major << 16 | sm_count; 0 = not asked yet
+  static std::atomic<int64_t> cached[kMaxDevices];  // threads_per_sm << 32 | sm_count; 0 = not asked yet
   int device = 0;
   if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
-  int packed = device < kMaxDevices ? cached[device].load(std::memory_order_relaxed) : 0;
+  int64_t packed = device < kMaxDevices ? cached[device].load(std::memory_order_relaxed) : 0;
   if (packed == 0) {
-    int sms = 0, major = 0;
+    int sms = 0, threads = 0;
     if (cudaError_t err = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); err != cudaSuccess)
       return err;
-    if (cudaError_t err = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device); err != cudaSuccess)
+    if (cudaError_t err = cudaDeviceGetAttribute(&threads, cudaDevAttrMaxThreadsPerMultiProcessor, device);
+        err != cudaSuccess)
       return err;
-    packed = major << 16 | sms;
+    packed = static_cast<int64_t>(threads) << 32 | sms;
     if (device < kMaxDevices) cached[device].store(packed, std::memory_order_relaxed);
   }
-  facts->sm_count = packed & 0xffff;
-  facts->major = packed >> 16;
+  facts->sm_count = static_cast<int>(packed & 0xffffffff);
+  facts->threads_per_sm = static_cast<int>(packed >> 32);
   return cudaSuccess;
 }
 

@@ -48,15 +48,15 @@ StoreKernel select_kernel(const StoreConfig& c) {
   return c.input_is_fp32 ? select_entry<float>(c) : select_entry<__nv_bfloat16>(c);
 }
 
-// K = 1 blocks of 256 threads: an SM holds 8 at once (2048 threads, on every architecture from sm_80 on but sm_86,
-// sm_89 and sm_120, which hold 6). Up to that many rows an SM they finish in one wave, and the shorter latency of one
-// row wins; a second wave costs more than warp_per_token's longer latency.
-constexpr int kRowsPerSmInOneWave = 8;
-
 }  // namespace
 
-int choose_tokens_per_block(int64_t num_tokens, int sm_count) {
-  return num_tokens > static_cast<int64_t>(kRowsPerSmInOneWave) * sm_count ? kWarpTokensPerBlock : 1;
+// K = 1 while its blocks of 256 threads all run at once: 8 an SM where an SM holds 2048 threads (sm_80, sm_90, sm_100),
+// 6 where it holds 1536 (sm_86, sm_89, sm_120). Up to there a row is quicker through: on an H200, 132 SMs and so 1056
+// rows, 4.4 against 5.2 us for one row and 6.2 against 6.7 for 1024. A second wave costs more than the longer latency
+// of a warp: 7.8 against 7.2 us for 2048 (benchmark/results/h200/norm_rope_store.csv, main, v4).
+int choose_tokens_per_block(int64_t num_tokens, int sm_count, int threads_per_sm) {
+  const int64_t rows_at_once = static_cast<int64_t>(threads_per_sm / kBlockThreads) * sm_count;
+  return num_tokens > rows_at_once ? kWarpTokensPerBlock : 1;
 }
 
 cudaError_t launch_norm_rope_store(const StoreConfig& config, const StoreParams& params, cudaStream_t stream) {
@@ -67,7 +67,7 @@ cudaError_t launch_norm_rope_store(const StoreConfig& config, const StoreParams&
   } else if (c.tokens_per_block == 0) {
     DeviceFacts facts;
     if (cudaError_t err = device_facts(&facts); err != cudaSuccess) return err;
-    c.tokens_per_block = choose_tokens_per_block(params.num_tokens, facts.sm_count);
+    c.tokens_per_block = choose_tokens_per_block(params.num_tokens, facts.sm_count, facts.threads_per_sm);
   }
   const unsigned blocks = (params.num_tokens + c.tokens_per_block - 1) / c.tokens_per_block;
   const int threads = c.tokens_per_block == 1 ? kBlockThreads : 32 * kWarpTokensPerBlock;

@@ -66,8 +66,9 @@ struct StoreConfig {
 // Enqueues on `stream` of the current device. num_tokens == 0 launches nothing.
 cudaError_t launch_norm_rope_store(const StoreConfig& config, const StoreParams& params, cudaStream_t stream);
 
-// The K that `launch_norm_rope_store` takes for tokens_per_block = 0 on a device with `sm_count` multiprocessors.
-int choose_tokens_per_block(int64_t num_tokens, int sm_count);
+// The K that `launch_norm_rope_store` takes for tokens_per_block = 0 on a device with `sm_count` multiprocessors that
+// hold `threads_per_sm` threads each.
+int choose_tokens_per_block(int64_t num_tokens, int sm_count, int threads_per_sm);
 
 // Success if this binary holds code that the current device can run.
 cudaError_t store_device_code();

@@ -34,8 +34,7 @@ struct Row {
   }
 };
 
-// Types of the index tensors, at compile time: few tokens wait for the kernel's instructions to arrive as much as for
-// its data (about 28 ns for each 128 bytes of code), so the K = 1 kernel is kept short.
+// Types of the index tensors, at compile time: nothing branches ahead of the first fetches.
 template <bool kPositionsAreInt64, bool kSlotsAreInt64>
 struct IndexTypes {
   static constexpr bool kPositions64 = kPositionsAreInt64;  // kMain only
