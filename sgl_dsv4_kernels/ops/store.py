@@ -190,7 +190,7 @@ def _check_values(name: str, positions: torch.Tensor, num_positions: int, stored
 
 
 def register() -> None:
-    """Register the CPU implementations, fakes, and on a build without CUDA code an error for CUDA tensors."""
+    """Register the CPU implementations and the fakes. The CUDA implementations are compiled."""
     library = torch.library.Library(_NAMESPACE, "IMPL")
     implementations = {
         "norm_rope_store": reference.norm_rope_store_op,
