@@ -14,8 +14,8 @@ COMPILED = ("norm_rope_store", "compress_norm_rope_store", "combine_splits")
 def _without_cuda_code(*arguments: object) -> None:
     """What a build without CUDA code runs for CUDA tensors."""
     raise RuntimeError(
-        "sgl_dsv4_kernels: this build holds no CUDA code, and the tensors are on a GPU. Build it on a machine with a GPU, "
-        "or with SGL_DSV4_CUDA_ARCHS naming the architectures (90a-real for an H100 or H200)."
+        "sgl_dsv4_kernels: this build holds no CUDA code, and the tensors are on a GPU. Build it on a machine with a "
+        "GPU, or with SGL_DSV4_CUDA_ARCHS naming the architectures (90a-real for an H100 or H200)."
     )
 
 
