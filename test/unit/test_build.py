@@ -28,7 +28,7 @@ def test_every_op_has_an_implementation(name, key):
 
 
 def test_the_error_without_cuda_code():
-    with pytest.raises(RuntimeError, match="this build holds no CUDA code.*SGL_DSV4_CUDA_ARCHS"):
+    with pytest.raises(RuntimeError, match=r"this build holds no CUDA code.*SGL_DSV4_CUDA_ARCHS"):
         ops._without_cuda_code()
 
 
