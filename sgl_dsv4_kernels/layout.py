@@ -37,6 +37,11 @@ class CacheLayout(enum.Enum):
             names = ", ".join(repr(member.value) for member in cls)
             raise ValueError(f"layout: expected a CacheLayout or one of {names}, got {layout!r}") from None
 
+    @classmethod
+    def from_code(cls, code: int) -> CacheLayout:
+        """The member whose ``code`` this is."""
+        return next(member for member in cls if member.code == code)
+
     @property
     def code(self) -> int:
         """The number that stands for this layout in the torch ops."""

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from sgl_dsv4_kernels.layout import HEAD_DIM, NUM_SCALES, QUANT_GROUP, ROPE_DIM, CacheLayout
+from sgl_dsv4_kernels.reference.store import INVALID_SEQ_LEN
 
 POISON = 0xA5
 GUARD_BYTES = 256
 """Poisoned bytes behind the last page of `empty_cache`."""
-INVALID_SEQ_LEN = 0xFFFFFFFF
 
 
 def yarn_freqs_cis(

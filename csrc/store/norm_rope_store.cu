@@ -1,5 +1,4 @@
-// Choice and launch of the store kernels: store_warp_per_token (K = 4 tokens a block) and store_block_per_token (K =
-// 1).
+// Choice and launch of the store kernels: K = 4 tokens a block in store_warp_per_token, K = 1 in store_block_per_token.
 #include "store/norm_rope_store.h"
 
 #include "common/launch.h"

@@ -19,10 +19,10 @@ def _without_cuda_code(*arguments: object) -> None:
     )
 
 
-store.register()
-decode.register()
+_library = torch.library.Library("sgl_dsv4_kernels", "IMPL")  # registrations live as long as this object
+store.register(_library)
+decode.register(_library)
 if build_info()["cuda"] == "none":
-    _library = torch.library.Library("sgl_dsv4_kernels", "IMPL")
     for _name in COMPILED:
         _library.impl(_name, _without_cuda_code, "CUDA")
 

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from sgl_dsv4_kernels.checks import check_stride, check_tensor, freqs_as_float
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.reference import decode as reference
-from sgl_dsv4_kernels.reference.decode import OUTPUTS, Source
+from sgl_dsv4_kernels.reference.decode import OUTPUTS, DecodeOutput, Source
 from sgl_dsv4_kernels.settings import settings
 from sgl_dsv4_kernels.split_partition import batch_invariant_num_splits, cached_num_splits, choose_num_splits
 
 HEADS = (8, 16, 32, 64, 128)
 """Numbers of heads that the kernels take."""
 BACKENDS = ("sm90", "triton", "torch")
-_NAMESPACE = "sgl_dsv4_kernels"
 _INDEX = (torch.int32, torch.int64)
-
-
-class DecodeOutput(NamedTuple):
-    """What a decode returns.
-
-    out: [T, h, 512] bf16, or e4m3 with ``scales``. lse: [T, h] fp32, natural log, sink not included; +inf in a row that
-    attends to nothing, whose out is 0. scales: None, or as ``output`` says. amax: [T, h] fp32 or None.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    scales: torch.Tensor | None
-    amax: torch.Tensor | None
 
 
 def sparse_decode(
@@ -407,11 +391,11 @@ def _sources(
     cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
     extra_layout,
 ) -> tuple[Source, Source | None]:  # fmt: skip
-    by_code = {member.code: member for member in CacheLayout}
-    main = Source(cache, indices, topk_length, page_size, by_code[layout])
+    main = Source(cache, indices, topk_length, page_size, CacheLayout.from_code(layout))
     if extra_cache is None:
         return main, None
-    return main, Source(extra_cache, extra_indices, extra_topk_length, extra_page_size, by_code[extra_layout])
+    second = CacheLayout.from_code(extra_layout)
+    return main, Source(extra_cache, extra_indices, extra_topk_length, extra_page_size, second)
 
 
 def _write(results: tuple[torch.Tensor | None, ...], targets: tuple[torch.Tensor | None, ...]) -> None:
@@ -468,17 +452,11 @@ def _combine_splits_op(
     _write(results, (out, lse, scales, amax))
 
 
-def register() -> None:
+def register(library: torch.library.Library) -> None:
     """Register the Python implementations and the fakes. The CUDA implementation of combine_splits is compiled."""
-    library = torch.library.Library(_NAMESPACE, "IMPL")
     for key in ("CPU", "CUDA"):
         library.impl("sparse_decode", _sparse_decode_op, key)
         library.impl("sparse_decode_partial", _sparse_decode_partial_op, key)
     library.impl("combine_splits", _combine_splits_op, "CPU")
     for name in ("sparse_decode", "sparse_decode_partial", "combine_splits"):
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *args: None)
-    _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []
-"""Registrations live as long as their Library object."""
+        torch.library.register_fake(f"{library.ns}::{name}", lambda *args: None)

@@ -10,11 +10,8 @@ from sgl_dsv4_kernels.reference import store as reference
 from sgl_dsv4_kernels.settings import settings
 
 _INDEX = (torch.int32, torch.int64)
-_NAMESPACE = "sgl_dsv4_kernels"
 PLAN_BYTES = 16
 """Bytes of one of SGLang's DecodePlan / CompressPlan records."""
-INVALID_SEQ_LEN = 0xFFFFFFFF
-"""``seq_len`` of a CompressPlan record that stands for no row."""
 
 
 def norm_rope_store(
@@ -54,7 +51,7 @@ def norm_rope_store(
         TypeError: a dtype (or type) other than above. ValueError: a shape, stride, device or value other than above.
         RuntimeError: the build holds no code for this device, or the launch failed.
     """
-    freqs = _check_common(kv, weight, freqs_cis, slots, cache, page_size, layout, tokens_per_block)
+    freqs, layout = _check_common(kv, weight, freqs_cis, slots, cache, page_size, layout, tokens_per_block)
     tokens = kv.shape[0]
     check_tensor("positions", positions, shape=(tokens,), dtype=_INDEX, device=kv.device)
     check_stride("positions", positions, 0, 1)
@@ -70,7 +67,7 @@ def norm_rope_store(
         slots,
         cache,
         page_size,
-        CacheLayout.parse(layout).code,
+        layout.code,
         tokens_per_block or 0,
         settings.pdl,
     )
@@ -111,7 +108,7 @@ def compress_norm_rope_store(
     Raises:
         As `norm_rope_store`.
     """
-    freqs = _check_common(kv, weight, freqs_cis, slots, cache, page_size, layout, tokens_per_block)
+    freqs, layout = _check_common(kv, weight, freqs_cis, slots, cache, page_size, layout, tokens_per_block)
     tokens = kv.shape[0]
     check_tensor("plan", plan, shape=(tokens, PLAN_BYTES), dtype=torch.uint8, device=kv.device)
     check_stride("plan", plan, 1, 1)
@@ -138,7 +135,7 @@ def compress_norm_rope_store(
         page_size,
         compress_ratio,
         bool(is_decode),
-        CacheLayout.parse(layout).code,
+        layout.code,
         tokens_per_block or 0,
         settings.pdl,
     )
@@ -153,8 +150,8 @@ def _check_common(
     page_size: int,
     layout: CacheLayout | str,
     tokens_per_block: int | None,
-) -> torch.Tensor:
-    """Check what both entries share; returns freqs_cis as [P, 64] fp32."""
+) -> tuple[torch.Tensor, CacheLayout]:
+    """Check what both entries share; returns freqs_cis as [P, 64] fp32, and the layout."""
     check_tensor("kv", kv, shape=("tokens", HEAD_DIM), dtype=(torch.bfloat16, torch.float32))
     check_stride("kv", kv, 1, 1)
     check_tensor("weight", weight, shape=(HEAD_DIM,), dtype=kv.dtype, device=kv.device)
@@ -168,14 +165,15 @@ def _check_common(
     if cache.element_size() != 1:
         raise TypeError(f"cache: expected a dtype of one byte (torch.uint8, torch.float8_e4m3fn), got {cache.dtype}")
     check_stride("cache", cache, 1, 1)
-    needed = CacheLayout.parse(layout).page_bytes(page_size)
+    layout = CacheLayout.parse(layout)
+    needed = layout.page_bytes(page_size)
     if cache.shape[1] < needed:
         raise ValueError(f"cache: expected at least {needed} bytes a page of {page_size} tokens, got {cache.shape[1]}")
     if cache.shape[0] > 1 and cache.stride(0) < needed:
         raise ValueError(f"cache: expected stride(0) >= {needed}, got {cache.stride(0)}")
     if tokens_per_block not in (None, 1, 4):
         raise ValueError(f"tokens_per_block: expected None, 1 or 4, got {tokens_per_block!r}")
-    return freqs
+    return freqs, layout
 
 
 def _check_values(name: str, positions: torch.Tensor, num_positions: int, stored: torch.Tensor) -> None:
@@ -189,18 +187,12 @@ def _check_values(name: str, positions: torch.Tensor, num_positions: int, stored
         )
 
 
-def register() -> None:
+def register(library: torch.library.Library) -> None:
     """Register the CPU implementations and the fakes. The CUDA implementations are compiled."""
-    library = torch.library.Library(_NAMESPACE, "IMPL")
     implementations = {
         "norm_rope_store": reference.norm_rope_store_op,
         "compress_norm_rope_store": reference.compress_norm_rope_store_op,
     }
     for name, implementation in implementations.items():
         library.impl(name, implementation, "CPU")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *args: None)
-    _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []
-"""Registrations live as long as their Library object."""
+        torch.library.register_fake(f"{library.ns}::{name}", lambda *args: None)

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM, NUM_SCALES, QUANT_GROUP, ROPE_DIM, CacheLayout
+from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM, ROPE_DIM, CacheLayout
+from sgl_dsv4_kernels.reference.store import E4M3_MAX, dequantize_rows
 from sgl_dsv4_kernels.split_partition import SPLIT_BLOCK_KEYS
 
 OUTPUTS = ("bf16", "fp8_group128", "fp8_group128_ue8m0", "fp8_group32_ue8m0")
 """Kinds of output; the index is the code in the torch ops."""
-E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10
 CHUNK_BYTES = 256 << 20
 """Rows are gathered a chunk at a time, about this much at once."""
@@ -54,8 +54,12 @@ class Source(NamedTuple):
         return (column < self.lengths()[:, None]) & (self.indices >= 0) & (self.indices.long() < slots)
 
 
-class Combined(NamedTuple):
-    """out [T, h, 512], lse [T, h], scales or None, amax or None."""
+class DecodeOutput(NamedTuple):
+    """What a decode returns.
+
+    out: [T, h, 512] bf16, or e4m3 with ``scales``. lse: [T, h] fp32, natural log, sink not included; +inf in a row that
+    attends to nothing, whose out is 0. scales: None, or as ``output`` says. amax: [T, h] fp32 or None.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -63,31 +67,15 @@ class Combined(NamedTuple):
     amax: torch.Tensor | None
 
 
-def dequantise(cache: torch.Tensor, slots: torch.Tensor, page_size: int, layout: CacheLayout) -> torch.Tensor:
-    """Rows ``slots`` [N] (int64, all inside) of a paged cache as [N, 512] bf16: code x scale, rounded once."""
-    pages = cache.view(torch.uint8)
-    page, place = slots // page_size, slots % page_size
-
-    def read(first: torch.Tensor, count: int) -> torch.Tensor:
-        columns = first[:, None] + torch.arange(count, device=cache.device)
-        return pages[page[:, None], columns].contiguous()
-
-    data = read(place * layout.data_bytes, layout.data_bytes)
-    if layout is CacheLayout.BF16:
-        return data.view(torch.bfloat16)
-    codes = data[:, :NOPE_DIM].contiguous().view(torch.float8_e4m3fn).float()
-    exponents = read(layout.scale_offset(page_size) + place * layout.scale_bytes, NUM_SCALES).float()
-    scale = torch.where(exponents == 255, math.nan, torch.exp2(exponents.double() - 127))
-    nope = codes.double().unflatten(1, (NUM_SCALES, QUANT_GROUP)) * scale[..., None]
-    rope = data[:, NOPE_DIM:].contiguous().view(torch.bfloat16)
-    return torch.cat([nope.flatten(1).float().to(torch.bfloat16), rope], 1)
-
-
 def _gather(source: Source, attended: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[T, K] -> [T, K, 512]: attended rows, zeros elsewhere."""
     rows = torch.zeros((*attended.shape, HEAD_DIM), dtype=dtype, device=attended.device)
     slots = source.indices[attended].long()
-    rows[attended] = dequantise(source.cache, slots, source.page_size, source.layout).to(dtype)
+    # Code x scale, rounded once to bf16, as the kernels do.
+    values = dequantize_rows(
+        source.cache, slots, page_size=source.page_size, layout=source.layout, dtype=torch.bfloat16
+    )
+    rows[attended] = values.to(dtype)
     return rows
 
 
@@ -259,7 +247,7 @@ def combine_splits(
     positions: torch.Tensor | None = None,
     output: str = "bf16",
     return_amax: bool = False,
-) -> Combined:
+) -> DecodeOutput:
     """Merge the splits and run the epilogue: sink, inverse RoPE, amax, rounding.
 
     Args:
@@ -270,9 +258,9 @@ def combine_splits(
     value = rotate_back(apply_sink(value, lse, attn_sink), lse, freqs_cis, positions)
     amax = value.abs().amax(-1).float() if return_amax else None
     if output == "bf16":
-        return Combined(value.float().to(torch.bfloat16), lse.float(), None, amax)
+        return DecodeOutput(value.float().to(torch.bfloat16), lse.float(), None, amax)
     codes, scales = quantise(value, output)
-    return Combined(codes, lse.float(), scales, amax)
+    return DecodeOutput(codes, lse.float(), scales, amax)
 
 
 def sparse_decode(
@@ -287,7 +275,7 @@ def sparse_decode(
     output: str = "bf16",
     return_amax: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> Combined:
+) -> DecodeOutput:
     """The whole decode with one split. Arguments as of `sparse_decode_partial` and `combine_splits`."""
     partials = sparse_decode_partial(q, main, extra, num_splits=1, softmax_scale=softmax_scale, dtype=dtype)
     return combine_splits(

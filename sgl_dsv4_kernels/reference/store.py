@@ -13,6 +13,8 @@ import torch
 from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM, NUM_SCALES, QUANT_GROUP, ROPE_DIM, CacheLayout
 
 E4M3_MAX = 448.0
+INVALID_SEQ_LEN = 0xFFFFFFFF
+"""``seq_len`` of a CompressPlan record that stands for no row."""
 AMAX_FLOOR = 1e-4
 
 
@@ -33,7 +35,7 @@ def resolve_plan(plan: torch.Tensor, slots: torch.Tensor, compress_ratio: int, i
     """
     words = plan.contiguous().view(torch.int32).to(torch.int64)
     seq_len = words[:, 0] & 0xFFFFFFFF
-    wanted = seq_len != 0xFFFFFFFF
+    wanted = seq_len != INVALID_SEQ_LEN
     if is_decode:
         wanted = wanted & (seq_len % compress_ratio == 0)
         index = torch.arange(plan.shape[0], device=plan.device)
@@ -181,8 +183,7 @@ def _store(
     x = norm_rope(kv[stored], weight, eps, freqs[rows.positions[stored]])
     if round_nope:
         x[:, :NOPE_DIM] = x[:, :NOPE_DIM].bfloat16().float()
-    layout = next(member for member in CacheLayout if member.code == layout)
-    _write_rows(cache, rows.slots[stored], x, page_size, layout)
+    _write_rows(cache, rows.slots[stored], x, page_size, CacheLayout.from_code(layout))
 
 
 def norm_rope_store_op(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import CacheLayout
 from sgl_dsv4_kernels.reference import decode as reference
+from sgl_dsv4_kernels.reference import dequantize_rows
 from sgl_dsv4_kernels.split_partition import key_block, row_blocks, split_range
 
 E4M3 = torch.tensor([(8 + c % 8) * 2.0 ** (c // 8 - 10) if c >= 8 else c * 2.0**-9 for c in range(127)]).double()
@@ -80,7 +81,7 @@ def test_every_code_and_scale():
         data[:, :, first : first + 64] = codes[..., None].to(torch.uint8)
         cache[:, 256 * 576 : 256 * 584].view(256, 256, 8)[:, :, first // 64] = exponents.to(torch.uint8)
     slots = torch.arange(256 * 256)
-    rows = reference.dequantise(cache, slots, 256, CacheLayout.V4)[:, :448]
+    rows = dequantize_rows(cache, slots, page_size=256, dtype=torch.bfloat16)[:, :448]
     scale = torch.where(exponents == 255, math.nan, torch.exp2(exponents.double() - 127))
     want = (ALL_CODES[codes] * scale).flatten().to(torch.bfloat16)
     assert torch.equal(rows.view(torch.int16)[:, 0], rows.view(torch.int16)[:, 447])
