@@ -3,9 +3,9 @@
     python benchmark/bench_sparse_decode.py --csv sparse_decode.csv --plot sparse_decode.png
     python benchmark/bench_sparse_decode.py --b 1 8 --heads 8 64 --topk 128 --extra 512 1024 --splits 1 4 8
 
-Two V4 caches (pages of 256 and 64 tokens) of random rows, random slots, full lengths, a sink, bf16 output. FlashMLA
-takes 64 or 128 heads; fewer are padded to 64, as SGLang does. Without the package flash_mla its column stays empty.
-Scheduler metadata is prepared outside FlashMLA's time.
+Two V4 caches (pages of 256 and 64 tokens) of random rows, random slots, full lengths, a sink, bf16 output. Peers:
+sgl_dsv4_kernels/testing_peers.py; one that is missing has no column. FlashMLA's scheduler metadata is prepared outside
+its time.
 
 cold: one replay of a CUDA graph after a write larger than L2 (benchmark/common.py). warm: per call of a graph of 20.
 Bytes count every key once a row, plus q, output and LSE; the roofline is the larger of bytes over the copy's bandwidth
@@ -23,7 +23,10 @@ from common import Call, ColdTimer, Progress, log2_axis, new_figure, run_facts, 
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM
+from sgl_dsv4_kernels.reference.decode import Source
 from sgl_dsv4_kernels.split_partition import choose_num_splits
+from sgl_dsv4_kernels.testing_decode import Problem
+from sgl_dsv4_kernels.testing_peers import flashmla, flashmla_call, sglang_triton, sglang_triton_call
 
 MAIN_PAGE, EXTRA_PAGE = 256, 64
 COPY_BYTES_PER_US = 4.27e6
@@ -46,74 +49,30 @@ def random_cache(tokens: int, page_size: int) -> torch.Tensor:
     return cache
 
 
-def flashmla():
-    """FlashMLA's Python interface, or None."""
-    try:
-        from flash_mla import flash_mla_interface
-    except ImportError:
-        return None
-    return flash_mla_interface
+def make_problem(caches: tuple[torch.Tensor, torch.Tensor], b: int, heads: int, topk: int, extra_topk: int) -> Problem:
+    """Random queries and slots, full lengths, a sink."""
 
+    def source(cache: torch.Tensor, page_size: int, keys: int) -> Source:
+        slots = torch.randint(0, cache.shape[0] * page_size, (b, keys), device="cuda", dtype=torch.int32)
+        length = torch.full((b,), keys, device="cuda", dtype=torch.int32)
+        return Source(cache, slots, length, page_size, V4)
 
-def flashmla_call(api, heads: int, cache, indices, length, extra, extra_indices, extra_length, sink) -> Call:
-    """FlashMLA on the same caches and indices, heads padded to 64 or 128."""
-    padded = 64 if heads <= 64 else 128
-    rows = indices.shape[0]
-
-    def view(pages: torch.Tensor, page_size: int) -> torch.Tensor:
-        token_bytes = V4.data_bytes + V4.scale_bytes
-        used = pages[:, : page_size * token_bytes]
-        return used.view(torch.float8_e4m3fn).view(pages.shape[0], page_size, 1, token_bytes)
-
-    keywords = {
-        "q": torch.randn(rows, 1, padded, HEAD_DIM, device="cuda").bfloat16(),
-        "k_cache": view(cache, MAIN_PAGE),
-        "indices": indices[:, None],
-        "topk_length": length,
-        "attn_sink": torch.zeros(padded, device="cuda"),
-        "block_table": None,
-        "cache_seqlens": None,
-        "head_dim_v": HEAD_DIM,
-        "tile_scheduler_metadata": api.FlashMLASchedMeta(),
-        "softmax_scale": HEAD_DIM**-0.5,
-        "is_fp8_kvcache": True,
-    }
-    if extra_indices is not None:
-        keywords |= {
-            "extra_k_cache": view(extra, EXTRA_PAGE),
-            "extra_indices_in_kvcache": extra_indices[:, None],
-            "extra_topk_length": extra_length,
-        }
-    return lambda: api.flash_mla_with_kvcache(**keywords)
-
-
-def make_calls(api, caches, b: int, heads: int, topk: int, extra_topk: int, splits: list[int]) -> dict[str, Call]:
-    """The contenders of one shape."""
-    cache, extra = caches
+    main = source(caches[0], MAIN_PAGE, topk)
+    extra = source(caches[1], EXTRA_PAGE, extra_topk) if extra_topk else None
     q = torch.randn(b, heads, HEAD_DIM, device="cuda").bfloat16()
-    sink = torch.randn(heads, device="cuda")
-    slots = cache.shape[0] * MAIN_PAGE, extra.shape[0] * EXTRA_PAGE
-    indices = torch.randint(0, slots[0], (b, topk), device="cuda", dtype=torch.int32)
-    length = torch.full((b,), topk, device="cuda", dtype=torch.int32)
-    keywords = {"page_size": MAIN_PAGE, "attn_sink": sink}
-    extra_indices = extra_length = None
-    if extra_topk:
-        extra_indices = torch.randint(0, slots[1], (b, extra_topk), device="cuda", dtype=torch.int32)
-        extra_length = torch.full((b,), extra_topk, device="cuda", dtype=torch.int32)
-        keywords |= {
-            "extra_cache": extra,
-            "extra_page_size": EXTRA_PAGE,
-            "extra_indices": extra_indices,
-            "extra_topk_length": extra_length,
-        }
+    return Problem(q, main, extra, {"attn_sink": torch.randn(heads, device="cuda")})
 
-    def with_splits(num_splits: int | None) -> Call:
-        return lambda: dk.sparse_decode(q, cache, indices, length, num_splits=num_splits, **keywords)
 
-    calls = {"auto": with_splits(None)} | {f"S={s}": with_splits(s) for s in splits}
-    if api is not None:
-        calls["FlashMLA"] = flashmla_call(api, heads, cache, indices, length, extra, extra_indices, extra_length, sink)
-    return calls
+def make_calls(problem: Problem, backends: list[str | None], splits: list[int], peers: dict) -> dict[str, Call]:
+    """The contenders of one shape: auto and S=.. of the first backend, auto of the others, the peers."""
+
+    def ours(backend: str | None, num_splits: int | None) -> Call:
+        keywords = problem.arguments() | problem.options
+        return lambda: dk.sparse_decode(**keywords, num_splits=num_splits, backend=backend)
+
+    calls = {"auto": ours(backends[0], None)} | {f"S={s}": ours(backends[0], s) for s in splits}
+    calls |= {backend: ours(backend, None) for backend in backends[1:]}
+    return calls | {name: make(api, problem) for name, (api, make) in peers.items()}
 
 
 def roofline_us(b: int, heads: int, keys: int) -> tuple[float, float, float]:
@@ -158,6 +117,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=128, help="keys of the first cache")
     parser.add_argument("--extra", type=int, nargs="+", default=[512], help="keys of the second cache, 0 for none")
     parser.add_argument("--splits", type=int, nargs="*", default=[1, 2, 4, 8], help="split counts beside auto")
+    parser.add_argument(
+        "--backend", nargs="+", default=[None], help="of auto and the split counts; further ones get a column each"
+    )
+    parser.add_argument("--sglang-triton", action="store_true", help="a column for SGLang's Triton decode")
     parser.add_argument("--tokens", type=int, default=200_000, help="of each cache")
     parser.add_argument("--iters", type=int, default=30)
     parser.add_argument("--csv", type=Path, metavar="PATH")
@@ -172,13 +135,21 @@ def main() -> int:
         return 2
     torch.manual_seed(0)
     facts = run_facts()
-    api = flashmla()
+    peers = {}
+    for name, (api, reason), make in (
+        ("FlashMLA", flashmla(), flashmla_call),
+        ("SGLang Triton", sglang_triton() if args.sglang_triton else (None, ""), sglang_triton_call),
+    ):
+        if api is None and reason:
+            print(f"# no column {name}: {reason}")
+        elif api is not None:
+            peers[name] = (api, make)
     print(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}")
-    print(f"# us, cold / warm{'' if api else '; no FlashMLA column: the package flash_mla is missing'}")
-    names = ["auto", *(f"S={s}" for s in args.splits), *(["FlashMLA"] if api else [])]
+    print(f"# us, cold / warm; backend {args.backend[0] or 'default'}")
+    names = ["auto", *(f"S={s}" for s in args.splits), *args.backend[1:], *peers]
     print(
         f"{'heads':>5} {'keys':>10} {'b':>4} {'S':>3}"
-        + "".join(f"{name:>15}" for name in names)
+        + "".join(f"{name:>16}" for name in names)
         + "  FlashMLA/auto  roof"
     )
     caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
@@ -190,19 +161,27 @@ def main() -> int:
         for extra in args.extra:
             for b in args.b:
                 progress.step(f"{heads} heads, {args.topk} + {extra} keys, b={b}")
-                calls = make_calls(api, caches, b, heads, args.topk, extra, args.splits)
+                problem = make_problem(caches, b, heads, args.topk, extra)
+                calls = make_calls(problem, args.backend, args.splits, peers)
                 cold, warm = timer.medians(calls, args.iters), warm_medians(calls, max(args.iters // 3, 3))
                 total_bytes, flop, roof = roofline_us(b, heads, args.topk + extra)
                 chosen = choose_num_splits(b, heads, args.topk + extra, sm_count)
-                row = {"heads": heads, "topk": args.topk, "extra": extra, "b": b, "auto_splits": chosen}
+                row = {
+                    "backend": args.backend[0] or "default",
+                    "heads": heads,
+                    "topk": args.topk,
+                    "extra": extra,
+                    "b": b,
+                }
+                row["auto_splits"] = chosen
                 for name in names:
                     row[f"{name}_cold_us"], row[f"{name}_warm_us"] = f"{cold[name]:.2f}", f"{warm[name]:.2f}"
                 row["gb_per_s"] = f"{total_bytes / warm['auto'] / 1e3:.0f}"
                 row["tflop_per_s"] = f"{flop / warm['auto'] / 1e6:.1f}"
                 row["roofline_share"] = f"{roof / warm['auto']:.3f}"
                 rows.append(row | facts)
-                cells = "".join(f"{cold[name]:7.1f} /{warm[name]:6.1f}" for name in names)
-                ratio = f"{warm['FlashMLA'] / warm['auto']:13.2f}" if api else f"{'-':>13}"
+                cells = "".join(f"{cold[name]:8.1f} /{warm[name]:6.1f}" for name in names)
+                ratio = f"{warm['FlashMLA'] / warm['auto']:13.2f}" if "FlashMLA" in warm else f"{'-':>13}"
                 print(
                     f"{heads:5} {args.topk:4} +{extra:4} {b:4} {chosen:3}{cells}  {ratio}  {roof / warm['auto']:4.2f}",
                     flush=True,

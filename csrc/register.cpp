@@ -7,6 +7,9 @@
 #include "api/combine.h"
 #include "api/norm_rope_store.h"
 #endif
+#ifdef SGL_DSV4_SM90
+#include "api/sparse_decode_sm90.h"
+#endif
 
 STABLE_TORCH_LIBRARY(sgl_dsv4_kernels, m) {
   m.def(
@@ -19,15 +22,27 @@ STABLE_TORCH_LIBRARY(sgl_dsv4_kernels, m) {
   m.def(
       "sparse_decode(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
-      "int layout, int extra_layout, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, int output, str backend, "
-      "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
+      "int layout, int extra_layout, bool batch_invariant, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, "
+      "int output, str backend, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
   m.def(
       "sparse_decode_partial(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
-      "int layout, int extra_layout, bool fill_empty, str backend, Tensor(a!) o_accum, Tensor(b!) lse_accum) -> ()");
+      "int layout, int extra_layout, bool batch_invariant, bool fill_empty, str backend, Tensor(a!) o_accum, "
+      "Tensor(b!) lse_accum) -> ()");
   m.def(
       "combine_splits(Tensor o_accum, Tensor lse_accum, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, "
       "int output, bool pdl, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
+#ifdef SGL_DSV4_SM90
+  m.def(
+      "sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
+      "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
+      "Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, int output, bool pdl, Tensor(a!) out, Tensor(b!) lse, "
+      "Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
+  m.def(
+      "sparse_decode_partial_sm90(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
+      "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
+      "bool fill_empty, bool pdl, Tensor(a!) o_accum, Tensor(b!) lse_accum) -> ()");
+#endif
   m.def("cache_layout_fact(int layout, str fact, int page_size) -> int");
   m.def("build_info() -> str");
 }
@@ -42,5 +57,9 @@ STABLE_TORCH_LIBRARY_IMPL(sgl_dsv4_kernels, CUDA, m) {
   m.impl("norm_rope_store", TORCH_BOX(&sgl_dsv4::api::norm_rope_store));
   m.impl("compress_norm_rope_store", TORCH_BOX(&sgl_dsv4::api::compress_norm_rope_store));
   m.impl("combine_splits", TORCH_BOX(&sgl_dsv4::api::combine_splits));
+#ifdef SGL_DSV4_SM90
+  m.impl("sparse_decode_sm90", TORCH_BOX(&sgl_dsv4::api::sparse_decode_sm90));
+  m.impl("sparse_decode_partial_sm90", TORCH_BOX(&sgl_dsv4::api::sparse_decode_partial_sm90));
+#endif
 }
 #endif

@@ -2,17 +2,23 @@
 # Everything that needs a GPU, in one call: build, GPU tests, compute-sanitizer, benchmarks. A short table comes last.
 #
 #   bash scripts/gpu_check.sh [store|decode|all]        (default: all)
+#   bash scripts/gpu_check.sh e2e [1|2]                 SGLang servers: 1 correctness, 2 benchmark (default: both)
 #
 # OUT_DIR           where CSV, PNG and summary go (default: benchmark/results/h200), each piece's log in OUT_DIR/logs
 # SGL_DSV4_WHEEL    test this wheel instead of building one
 # SGL_DSV4_COMMIT   what the CSV calls the commit where there is no git
+# E2E_MODEL, E2E_ARGS, E2E_OPTIONS, E2E_SECONDS   model path and flags of the servers, options of check_serving.py or
+#                   bench_serving.py, and time limit of each (default: 500)
 # A piece that fails does not stop the rest; the exit status is 1 if any failed. With sglang on PYTHONPATH the tests
 # compare with its kernels and the benchmark has their column.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 set +e
 
-WHAT="${1:-all}"
-case "$WHAT" in store | decode | all) ;; *) die "expected store, decode or all, got $WHAT" ;; esac
+WHAT="${1:-all}" PART="${2:-}"
+case "$WHAT $PART" in "store " | "decode " | "all ") ;;
+  "e2e " | "e2e 1" | "e2e 2") [ -n "${E2E_MODEL:-}" ] || die "e2e needs E2E_MODEL, the path of a model" ;;
+  *) die "expected store, decode, all or e2e [1|2], got $*" ;;
+esac
 OUT_DIR="$(realpath -m "${OUT_DIR:-$ROOT/benchmark/results/h200}")"
 LOGS="$OUT_DIR/logs"
 mkdir -p "$LOGS"
@@ -86,9 +92,22 @@ benchmark() {  # NAME ARGUMENT ...
   cd "$VENV" && "$PY" "$ROOT/benchmark/bench_$name.py" --csv "$OUT_DIR/$name.csv" "$@"
 }
 
+serving() {  # SCRIPT OPTION ... : ended at the limit, with the servers that it started
+  local script="$1"
+  shift
+  cd "$VENV" && timeout -k 40 "${E2E_SECONDS:-500}" "$PY" "$ROOT/$script" --model "$E2E_MODEL" \
+    --server-args "${E2E_ARGS:-}" --logs "$LOGS/e2e" "$@" ${E2E_OPTIONS:-}
+}
+
 piece build build
 export PATH="$VENV/bin:$PATH"
-if [ "$WHAT" != decode ]; then
+if [ "$WHAT" = e2e ]; then
+  [ "$PART" = 2 ] || piece doctor sgl-dsv4 doctor
+  [ "$PART" = 2 ] || piece check_serving serving test/e2e/check_serving.py --output "$OUT_DIR/check_serving.txt"
+  [ "$PART" = 1 ] ||
+    piece bench_serving serving benchmark/bench_serving.py --csv "$OUT_DIR/serving.csv" --plot "$OUT_DIR/serving.png"
+fi
+if [ "$WHAT" = store ] || [ "$WHAT" = all ]; then
   if [ "$WHAT" = all ]; then piece test_all tests; else piece test_store tests combine sparse_decode triton; fi
   piece memcheck_store sanitize memcheck sanitize_store.py store_
   piece racecheck_store sanitize racecheck sanitize_store.py store_
@@ -96,7 +115,7 @@ if [ "$WHAT" != decode ]; then
   h200=$("$PY" -c 'import torch; print(*["--check"] * ("H200" in torch.cuda.get_device_name()))' 2> /dev/null)
   piece bench_norm_rope_store benchmark norm_rope_store --layout all --plot "$OUT_DIR/norm_rope_store.png" $h200
 fi
-if [ "$WHAT" != store ]; then
+if [ "$WHAT" = decode ] || [ "$WHAT" = all ]; then
   [ "$WHAT" = all ] || piece test_decode tests norm_rope store
   if [ -e "$ROOT/scripts/sanitize_decode.py" ]; then
     piece memcheck_decode sanitize memcheck sanitize_decode.py "_kernel"
@@ -108,11 +127,11 @@ if [ "$WHAT" != store ]; then
 fi
 
 {
-  for log in "$LOGS"/bench_*.log; do
+  for log in "$LOGS"/check_*.log "$LOGS"/bench_*.log; do
     [ -e "$log" ] && { echo; grep -avE '^\[' "$log"; }
   done
   echo
   printf '%s\n' "${summary[@]}"
-  echo "gpu_check $WHAT: $([ $failed = 0 ] && echo ok || echo FAILED), $SECONDS s, results in $OUT_DIR"
+  echo "gpu_check $*: $([ $failed = 0 ] && echo ok || echo FAILED), $SECONDS s, results in $OUT_DIR"
 } | tee "$OUT_DIR/gpu_check.txt"
 exit $failed

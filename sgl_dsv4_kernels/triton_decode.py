@@ -23,6 +23,7 @@ V4 = tl.constexpr(CacheLayout.V4.code)
 V4_BYTES = tl.constexpr(CacheLayout.V4.data_bytes)
 V4_SCALE_BYTES = tl.constexpr(CacheLayout.V4.scale_bytes)
 BF16_BYTES = tl.constexpr(CacheLayout.BF16.data_bytes)
+UNIT_RANGE = tl.constexpr(16.0)  # log2; keys further below the largest are rounded in a unit that depends on it
 
 # Four codes ($2) times their scales ($3, $4: bf16 pairs) to four bf16 ($0, $1).
 DEQUANTISE_ASM = tl.constexpr("""
@@ -174,7 +175,7 @@ def sparse_decode_kernel(
     HAS_EXTRA: tl.constexpr, HAS_LENGTH: tl.constexpr, HAS_EXTRA_LENGTH: tl.constexpr,
     PARTIAL: tl.constexpr, FILL_EMPTY: tl.constexpr, OUTPUT: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_AMAX: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, INTERPRET: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, TWO_TERMS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows x splits x head blocks, head blocks fastest (they read the same keys), on x.
 
@@ -217,7 +218,8 @@ def sparse_decode_kernel(
     q2 = load_bf16(q_row + (384 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
     q3 = load_bf16(q_row + (448 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
 
-    most = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    unit = tl.full([BLOCK_H], float("-inf"), tl.float32)  # total and O are in units of 2^unit
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # the largest score so far
     total = tl.zeros([BLOCK_H], tl.float32)
     o0 = tl.zeros([BLOCK_H, 256], tl.float32)
     o1 = tl.zeros([BLOCK_H, 128], tl.float32)
@@ -267,34 +269,25 @@ def sparse_decode_kernel(
         s = tl.dot(q3, tl.trans(k3), s)
         s = tl.where(valid[None, :], s * scale_log2, float("-inf"))
 
-        # Online softmax. While a row has no key, most is -inf: 0 stands in, as -inf - -inf would be NaN.
-        new_most = tl.maximum(most, tl.max(s, 1))
-        base = tl.where(new_most == float("-inf"), 0.0, new_most)
-        decay = tl.exp2(most - base)
+        # Online softmax in the unit 2^(maximum of this step), or 2^(top - UNIT_RANGE) if that is larger. With the
+        # running maximum as the unit, the rounding of the weights to bf16 would hang on the keys that the split had
+        # before. So it hangs on the step alone, and any number of splits gives the same result. Without a key so far
+        # the unit is -inf; 0 stands in, as -inf - -inf would be NaN.
+        step_most = tl.max(s, 1)
+        new_unit = tl.maximum(step_most, top - UNIT_RANGE)
+        top = tl.maximum(top, step_most)
+        base = tl.where(new_unit == float("-inf"), 0.0, new_unit)
+        decay = tl.exp2(unit - base)
         p = tl.exp2(s - base[:, None])
         total = total * decay + tl.sum(p, 1)
-        most = new_most
+        unit = new_unit
 
-        # O = P V. One bf16 of a weight is as coarse as the result's own rounding, and hangs on the split's maximum.
-        # With the remainder as a second term the result is that of fp32 weights, whatever the number of splits.
-        high = round_to_bf16(p, INTERPRET)
-        o0 = o0 * decay[:, None]
-        o1 = o1 * decay[:, None]
-        o2 = o2 * decay[:, None]
-        o3 = o3 * decay[:, None]
-        if TWO_TERMS:
-            low = round_to_bf16(p - high.to(tl.float32), INTERPRET)
-            # Always true. Two products in a row into one accumulator would count as a chain, for which wgmma's layout
-            # gives every warp all columns: twice the registers. The compiler does not follow a chain out of a branch.
-            if num_splits > 0:
-                o0 = tl.dot(low, k0, o0)
-                o1 = tl.dot(low, k1, o1)
-                o2 = tl.dot(low, k2, o2)
-                o3 = tl.dot(low, k3, o3)
-        o0 = tl.dot(high, k0, o0)
-        o1 = tl.dot(high, k1, o1)
-        o2 = tl.dot(high, k2, o2)
-        o3 = tl.dot(high, k3, o3)
+        # O = P V.
+        weights = round_to_bf16(p, INTERPRET)
+        o0 = tl.dot(weights, k0, o0 * decay[:, None])
+        o1 = tl.dot(weights, k1, o1 * decay[:, None])
+        o2 = tl.dot(weights, k2, o2 * decay[:, None])
+        o3 = tl.dot(weights, k3, o3 * decay[:, None])
 
     inverse = (1.0 / tl.where(total == 0, 1.0, total))[:, None]
     o0 = o0 * inverse
@@ -305,7 +298,7 @@ def sparse_decode_kernel(
     out_row = out_row + heads[:, None] * stride_out_head
     if PARTIAL:
         empty = total == 0
-        tl.store(lse_at, tl.where(empty, float("-inf"), most + tl.log2(tl.where(empty, 1.0, total))), mask=head_ok)
+        tl.store(lse_at, tl.where(empty, float("-inf"), unit + tl.log2(tl.where(empty, 1.0, total))), mask=head_ok)
         store = head_ok[:, None]
         tl.store(out_row + tl.arange(0, 256)[None, :], o0, mask=store)
         tl.store(out_row + (256 + tl.arange(0, 128)[None, :]), o1, mask=store)
@@ -316,7 +309,7 @@ def sparse_decode_kernel(
         if HAS_ROPE:
             position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
         finish_row(
-            o0, o1, o2, o3, most, total, sink_ptr, freqs_ptr, position, num_freqs, stride_freqs, out_row, lse_at,
+            o0, o1, o2, o3, unit, total, sink_ptr, freqs_ptr, position, num_freqs, stride_freqs, out_row, lse_at,
             scales_ptr + token * stride_scales_token, amax_ptr + token * stride_amax_token + heads * stride_amax_head,
             heads, head_ok, stride_scales_column,
             BLOCK_H, OUTPUT, HAS_SINK, HAS_ROPE, HAS_AMAX, INTERPRET,

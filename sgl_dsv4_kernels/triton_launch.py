@@ -18,16 +18,12 @@ from sgl_dsv4_kernels.triton_decode import sparse_decode_kernel
 
 
 class Config(NamedTuple):
-    """How a program is cut: heads and keys of its tiles, warps, and stages of the load pipeline.
-
-    two_terms: the softmax weights enter the product with V as two bf16 terms instead of one.
-    """
+    """How a program is cut: heads and keys of its tiles, warps, and stages of the load pipeline."""
 
     block_h: int
     block_n: int
     num_warps: int
     num_stages: int
-    two_terms: bool = True
 
 
 class Epilogue(NamedTuple):
@@ -49,9 +45,12 @@ CONFIGS: dict[str, list[tuple[int, Config]]] = {
     # 99 KB of shared memory (sm_86, sm_89, sm_120).
     "small": [(16, Config(16, 32, 4, 2)), (128, Config(32, 32, 8, 2))],
 }
-"""Configurations by architecture, then by number of heads (the first entry that is large enough). Nothing else may
-decide: a row's bits depend on the configuration, and must not depend on T. docs/decode_pipeline.md lists what each
-compiles to."""
+"""Configurations by architecture, then by number of heads (the first entry that is large enough).
+docs/decode_pipeline.md lists what each compiles to."""
+
+SPREAD: dict[str, list[Config]] = {"sm_90": [Config(16, 64, 8, 1), Config(32, 64, 8, 1)]}
+"""What few rows take instead: blocks of fewer heads, so that more SMs work and each has less to do. The first one of
+which all programs run at once. Not in batch-invariant mode: a row's bits depend on the configuration."""
 
 
 def interpreted() -> bool:
@@ -59,12 +58,23 @@ def interpreted() -> bool:
     return not isinstance(sparse_decode_kernel, triton.runtime.JITFunction)
 
 
-@functools.lru_cache(maxsize=64)
-def choose_config(num_heads: int, capability: tuple[int, int], mixed_layouts: bool) -> Config:
-    """The configuration for a number of heads on a device of ``capability``."""
+@functools.lru_cache(maxsize=4096)
+def choose_config(
+    num_heads: int, capability: tuple[int, int], mixed_layouts: bool, row_splits: int | None = None, sm_count: int = 0
+) -> Config:
+    """The configuration for a number of heads on a device of ``capability`` with ``sm_count`` multiprocessors.
+
+    Args:
+        row_splits: T x S; None = whatever serves every T.
+    """
     large = capability in ((8, 0), (10, 0), (10, 3))
     family = "sm_90" if capability[0] == 9 else "large" if large else "small"
     config = next(config for heads, config in CONFIGS[family] if num_heads <= heads)
+    if row_splits is not None:
+        for spread in SPREAD.get(family, []):
+            if spread.block_h <= config.block_h and row_splits * -(-num_heads // spread.block_h) <= sm_count:
+                config = spread
+                break
     return config._replace(num_stages=1) if mixed_layouts else config
 
 
@@ -93,6 +103,7 @@ def launch(
     *,
     epilogue: Epilogue | None = None,
     fill_empty: bool = False,
+    batch_invariant: bool = False,
     config: Config | None = None,
 ) -> None:
     """Launch the decode kernel. Shapes are those of the ops, checked by the caller; nothing is launched for T = 0.
@@ -100,6 +111,7 @@ def launch(
     Args:
         out, lse: with ``epilogue`` the final [T, h, 512] and [T, h]; else partials [S, T, h, 512] fp32 and [S, T, h].
         fill_empty: partials only: write O = 0 for an empty split.
+        batch_invariant: choose the configuration from the number of heads alone.
         config: instead of the table's, for benchmarks.
     """
     partial = epilogue is None
@@ -112,7 +124,9 @@ def launch(
     capability = (9, 0) if interpret else torch.cuda.get_device_capability(q.device)
     other = extra or main
     if config is None:
-        config = choose_config(heads, capability, main.layout is not other.layout)
+        sm_count = 0 if interpret else torch.cuda.get_device_properties(q.device).multi_processor_count
+        row_splits = None if batch_invariant else tokens * num_splits
+        config = choose_config(heads, capability, main.layout is not other.layout, row_splits, sm_count)
     programs = tokens * num_splits * -(-heads // config.block_h)
     if programs >= 2**31:
         raise ValueError(f"q and num_splits: expected T * num_splits * head blocks below 2^31, got {programs}")
@@ -184,7 +198,6 @@ def launch(
             INTERPRET=interpret,
             BLOCK_H=config.block_h,
             BLOCK_N=config.block_n,
-            TWO_TERMS=config.two_terms,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

@@ -21,4 +21,135 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
+// ---- registers ----
+
+// PTX ISA, "setmaxnreg" (sm_90a): moves the register limit of this warp; every warp of a warpgroup executes it, and the
+// sum over the block's warps must not exceed what the block was launched with, or the increase waits for ever.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- shared memory ----
+
+// Address in the shared window, as the instructions below take it.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// PTX ISA, "st.shared".
+__device__ __forceinline__ void st_shared(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ void st_shared(uint32_t address, float v, float w) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v), "f"(w) : "memory");
+}
+__device__ __forceinline__ void st_shared(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+
+// PTX ISA, "ld.shared".
+__device__ __forceinline__ uint4 ld_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// PTX ISA, "cp.async": 16 bytes from global to shared memory without registers; zeros, and no access, if not wanted.
+__device__ __forceinline__ void cp_async_16_if(bool wanted, uint32_t address, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
+// Waits for all of this thread's cp.async.
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// PTX ISA, "fence.proxy.async": ordinary stores to shared memory before it are seen by wgmma and bulk copies that are
+// ordered behind it. Every thread that stored executes it, then signals.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- barriers ----
+
+// PTX ISA, "bar.sync": `threads` threads meet at hardware barrier `id` (0 is __syncthreads').
+__device__ __forceinline__ void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// PTX ISA, "mbarrier": a phase ends when `arrivals` threads have arrived. A wait names the parity of the phase whose end
+// it waits for: 0 for the first, then alternating; parity 1 on a new barrier passes at once.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers known to the asynchronous proxy and to the cluster.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// With SGL_DSV4_WATCHDOG (test builds) a wait of more than about a second is an error of the launch instead of a hang.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#ifdef SGL_DSV4_WATCHDOG
+  const long long start = clock64();
+  while (!mbarrier_try_wait(barrier, parity))
+    if (clock64() - start > 2000000000ll) asm volatile("trap;");
+#else
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// ---- arithmetic ----
+
+// PTX ISA, "ex2.approx.ftz.f32": 2^x; what exp2f uses, without its care for results below 2^-126.
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "mul.rn.bf16x2" (sm_90): subnormal operands and results are kept.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// PTX ISA, "cvt.rn.bf16x2.f32": `low` in the low half.
+__device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 }  // namespace sgl_dsv4::ptx

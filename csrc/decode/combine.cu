@@ -11,25 +11,17 @@
 #include "common/ptx.cuh"
 #include "decode/decode.h"
 #include "decode/epilogue.cuh"
+#include "decode/finish.cuh"
 
 namespace sgl_dsv4 {
 namespace {
 
+using namespace finish;
+
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kVec = kHeadDim / kThreads;  // channels a thread
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr float kMinusInfinity = -INFINITY;
-static_assert(kVec == 4 && kHeadDim / kWarps == 128);
-
-// Which part of the work a thread has.
-struct Place {
-  int64_t token;
-  int64_t head;
-  int warp;
-  int lane;
-  int channel;  // first of kVec
-};
+static_assert(kVec == kHeadDim / kThreads && kWarps == kGroups);
 
 __device__ __forceinline__ Place my_place(const CombineParams& p) {
   const uint32_t heads = static_cast<uint32_t>(p.num_heads);
@@ -50,23 +42,10 @@ __device__ __forceinline__ bool is_live(float lse) {
   return lse != kMinusInfinity;
 }  // a NaN is live
 
-// PTX ISA, "ex2.approx.ftz.f32": 2^x; what exp2f uses, without its care for results below 2^-126.
-__device__ __forceinline__ float ex2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Weight of a split relative to the largest LSE `most`. Only asked for in rows with a live split, so a dead split never
 // meets -inf - -inf beside finite LSEs: its weight is 2^-inf = 0.
 __device__ __forceinline__ float weight(float lse, float most) {
-  return ex2(lse - most);
-}
-
-// most * ln 2 + ln(sum), ln 2 in two parts: one rounding.
-__device__ __forceinline__ float natural_lse(float most, float sum) {
-  constexpr float kLn2High = 0.693147182464599609375f, kLn2Low = -1.904654299957768e-9f;
-  return fmaf(most, kLn2High, fmaf(most, kLn2Low, logf(sum)));
+  return ptx::ex2(lse - most);
 }
 
 // Loads that touch no memory unless `wanted`, as one asm block each: left to itself the compiler chains such loads, or
@@ -221,91 +200,13 @@ struct SplitMerger<0> {
   }
 };
 
-// ---- inverse RoPE ----
-
-// (cos, sin) of a thread's two pairs; outside the last kRopeDim channels it is not used.
-struct Rotation {
-  float2 pair[kVec / 2];
-};
-
-__device__ __forceinline__ bool rotates(const Place& place, const CombineParams& p) {
-  return p.freqs_cis != nullptr && place.channel >= kNopeDim;
-}
-
-__device__ __forceinline__ int64_t load_position(const Place& place, const CombineParams& p) {
-  if (!rotates(place, p)) return 0;
-  const int64_t at = place.token * p.stride_positions_token;
-  return p.positions_are_int64 ? static_cast<const int64_t*>(p.positions)[at]
-                               : static_cast<const int32_t*>(p.positions)[at];
-}
-
-__device__ __forceinline__ Rotation load_rotation(const Place& place, int64_t position, const CombineParams& p) {
-  const float2 nan = make_float2(NAN, NAN);
-  Rotation r = {{nan, nan}};
-  if (rotates(place, p) && position >= 0 && position < p.num_freqs) {
-    const float* row = p.freqs_cis + position * p.stride_freqs_position + (place.channel - kNopeDim);
-    r.pair[0] = reinterpret_cast<const float2*>(row)[0];
-    r.pair[1] = reinterpret_cast<const float2*>(row)[1];
-  }
-  return r;
-}
-
 // ---- outputs ----
-
-__device__ __forceinline__ void store_bf16(const float (&x)[kVec], const Place& place, const CombineParams& p) {
-  uint16_t* out =
-      static_cast<uint16_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head + place.channel;
-  const uint2 packed = make_uint2(epilogue::cvt_bf16x2(x[0], x[1]), epilogue::cvt_bf16x2(x[2], x[3]));
-  if (reinterpret_cast<uintptr_t>(out) % sizeof(uint2) == 0) {
-    *reinterpret_cast<uint2*>(out) = packed;
-  } else {  // a caller's view may start anywhere
-    out[0] = static_cast<uint16_t>(packed.x);
-    out[1] = static_cast<uint16_t>(packed.x >> 16);
-    out[2] = static_cast<uint16_t>(packed.y);
-    out[3] = static_cast<uint16_t>(packed.y >> 16);
-  }
-}
-
-__device__ __forceinline__ void store_e4m3(uint32_t codes, const Place& place, const CombineParams& p) {
-  uint8_t* out = static_cast<uint8_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head;
-  *reinterpret_cast<uint32_t*>(out + place.channel) = codes;
-}
-
-// Column `column` of row place.token of the scales.
-template <typename Word>
-__device__ __forceinline__ Word* scale_at(const Place& place, int64_t column, const CombineParams& p) {
-  return static_cast<Word*>(p.scales) + place.token * p.stride_scales_token + column * p.stride_scales_column;
-}
-
-// Quantises and stores the warp's 128 channels with their scales.
-__device__ __forceinline__ void store_fp8(const float (&x)[kVec], const Place& place, const CombineParams& p) {
-  const uint32_t amax = epilogue::finite_abs_max_bits(x);
-  if (p.output == OutputKind::kFp8Group32Ue8m0) {
-    const epilogue::Ue8m0Scale scale(epilogue::lanes_max<32 / kVec>(amax));
-    store_e4m3(epilogue::quantise4(x, scale), place, p);
-    const uint32_t byte = scale.exponent << (place.lane / 8 * 8);
-    const uint32_t word = __reduce_or_sync(kAllLanes, byte);
-    if (place.lane == 0) *scale_at<uint32_t>(place, place.head * kWarps + place.warp, p) = word;
-    return;
-  }
-  const uint32_t group_amax = epilogue::lanes_max<32>(amax);
-  if (p.output == OutputKind::kFp8Group128) {
-    const epilogue::Fp32Scale scale(group_amax);
-    store_e4m3(epilogue::quantise4(x, scale), place, p);
-    if (place.lane == 0) *scale_at<float>(place, place.head * kWarps + place.warp, p) = scale.scale;
-  } else {
-    const epilogue::Ue8m0Scale scale(group_amax);
-    store_e4m3(epilogue::quantise4(x, scale), place, p);
-    uint8_t* word = reinterpret_cast<uint8_t*>(scale_at<uint32_t>(place, place.head, p));
-    if (place.lane == 0) word[place.warp] = static_cast<uint8_t>(scale.exponent);
-  }
-}
 
 // amax over the 512 channels: the only place where the four warps meet.
 __device__ __forceinline__ void store_amax(const float (&x)[kVec], const Place& place, const CombineParams& p) {
   __shared__ uint32_t warp_amax[kWarps];
   const uint32_t mine = epilogue::lanes_max<32>(epilogue::abs_max_bits(x));
-  if (place.lane == 0) warp_amax[place.warp] = mine;
+  if (place.lane == 0) warp_amax[place.group] = mine;
   __syncthreads();
   if (threadIdx.x != 0) return;
   uint32_t amax = warp_amax[0];
@@ -335,23 +236,8 @@ __global__ void __launch_bounds__(kThreads, kSplits > 0 && kSplits <= 8 ? 8 : 4)
   const Rotation rotation = load_rotation(place, position, p);
   Merged m = merger.merge(o, lse_accum, place.lane, p);
 
-  // Sink and inverse RoPE. A row that attends to nothing stays 0, whatever its sink and position are.
-  if (!m.empty) {
-    const float factor = epilogue::sink_factor(sink, m.lse);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) m.value[i] *= factor;
-    if (rotates(place, p)) {
-      epilogue::rotate_back(m.value[0], m.value[1], rotation.pair[0].x, rotation.pair[0].y);
-      epilogue::rotate_back(m.value[2], m.value[3], rotation.pair[1].x, rotation.pair[1].y);
-    }
-  }
-
-  // Outputs.
-  if (p.output == OutputKind::kBf16) {
-    store_bf16(m.value, place, p);
-  } else {
-    store_fp8(m.value, place, p);
-  }
+  if (!m.empty) apply_sink_and_rope(m.value, epilogue::sink_factor(sink, m.lse), rotation, place, p);
+  store_output(m.value, place, p);
   if (threadIdx.x == 0) p.lse[place.token * p.stride_lse_token + place.head * p.stride_lse_head] = m.lse;
   if (p.amax != nullptr) store_amax(m.value, place, p);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels.checks import check_stride, check_tensor, freqs_as_float
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.reference import decode as reference
@@ -60,7 +61,8 @@ def sparse_decode(
         num_splits: None = chosen from shapes (`split_partition.choose_num_splits`). 1 = no partials in memory.
         batch_invariant: fix the split size, so that a row's bits do not depend on T or on other rows. Not together with
             num_splits.
-        backend: None (the fastest here), "triton" (CUDA from sm_80 on) or "torch" (the reference).
+        backend: None (the fastest here), "sm90" (Hopper, layout v4), "triton" (CUDA from sm_80 on) or "torch" (the
+            reference).
         inverse_rope: (freqs_cis, positions): [P, 32] complex64 or [P, 64] fp32 (cos, sin), and [T] int32 or int64.
             Rotates the last 64 channels back. A position outside [0, P) gives NaN there; SGL_DSV4_CHECK=1 makes it a
             ValueError.
@@ -82,6 +84,7 @@ def sparse_decode(
         extra_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout,
     )  # fmt: skip
     backend = resolve_backend(backend, q.device)
+    _check_backend(backend, main, extra)
     scale = _check_scale(softmax_scale)
     freqs, positions = _check_epilogue(q.shape[0], q.shape[1], q.device, attn_sink, inverse_rope, output)
     result = _outputs(q.shape[0], q.shape[1], q.device, output, return_amax, out, lse)
@@ -89,7 +92,7 @@ def sparse_decode(
     if q.shape[0] == 0:
         return result
     ops = torch.ops.sgl_dsv4_kernels
-    attention = (*_flat(q, main, extra), scale, *layout_codes)
+    attention = (*_flat(q, main, extra), scale, *layout_codes, batch_invariant)
     if splits == 1:
         ops.sparse_decode(*attention, attn_sink, freqs, positions, OUTPUTS.index(output), backend, *result)
         return result
@@ -130,12 +133,13 @@ def sparse_decode_partial(
         extra_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout,
     )  # fmt: skip
     backend = resolve_backend(backend, q.device)
+    _check_backend(backend, main, extra)
     scale = _check_scale(softmax_scale)
     _check_positive("num_splits", num_splits)
     o_accum, lse_accum = _partials(q, num_splits)
     if q.shape[0] > 0:
         torch.ops.sgl_dsv4_kernels.sparse_decode_partial(
-            *_flat(q, main, extra), scale, *layout_codes, True, backend, o_accum, lse_accum
+            *_flat(q, main, extra), scale, *layout_codes, False, True, backend, o_accum, lse_accum
         )
     return o_accum, lse_accum
 
@@ -184,11 +188,16 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
         raise ValueError(f"backend: expected None or one of {names}, got {backend!r}")
     if backend is None:
         return "triton" if device.type == "cuda" else "torch"
-    if backend == "sm90":
-        raise ValueError("backend: 'sm90' is not in this build")
+    if backend == "sm90" and (reason := sm90_decode.missing(device)):
+        raise ValueError(f"backend: 'sm90' {reason}")
     if backend == "triton":
         _check_triton(device)
     return backend
+
+
+def _check_backend(backend: str, main: Source, extra: Source | None) -> None:
+    if backend == "sm90" and (reason := sm90_decode.unsupported(main, extra)):
+        raise ValueError(reason)
 
 
 def _check_triton(device: torch.device) -> None:
@@ -406,7 +415,8 @@ def _write(results: tuple[torch.Tensor | None, ...], targets: tuple[torch.Tensor
 
 def _sparse_decode_op(
     q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
-    softmax_scale, layout, extra_layout, attn_sink, freqs_cis, positions, output, backend, out, lse, scales, amax,
+    softmax_scale, layout, extra_layout, batch_invariant, attn_sink, freqs_cis, positions, output, backend, out, lse,
+    scales, amax,
 ) -> None:  # fmt: skip
     main, extra = _sources(
         cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
@@ -416,7 +426,14 @@ def _sparse_decode_op(
         from sgl_dsv4_kernels import triton_launch
 
         epilogue = triton_launch.Epilogue(output, scales, amax, attn_sink, freqs_cis, positions)
-        triton_launch.launch(q, main, extra, softmax_scale, out, lse, epilogue=epilogue)
+        triton_launch.launch(
+            q, main, extra, softmax_scale, out, lse, epilogue=epilogue, batch_invariant=batch_invariant
+        )
+        return
+    if backend == "sm90":
+        sm90_decode.launch(
+            q, main, extra, softmax_scale, (attn_sink, freqs_cis, positions, output), (out, lse, scales, amax)
+        )
         return
     results = reference.sparse_decode(
         q, main, extra, softmax_scale=softmax_scale, attn_sink=attn_sink, freqs_cis=freqs_cis, positions=positions,
@@ -427,7 +444,7 @@ def _sparse_decode_op(
 
 def _sparse_decode_partial_op(
     q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
-    softmax_scale, layout, extra_layout, fill_empty, backend, o_accum, lse_accum,
+    softmax_scale, layout, extra_layout, batch_invariant, fill_empty, backend, o_accum, lse_accum,
 ) -> None:  # fmt: skip
     main, extra = _sources(
         cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
@@ -436,7 +453,12 @@ def _sparse_decode_partial_op(
     if backend == "triton":
         from sgl_dsv4_kernels import triton_launch
 
-        triton_launch.launch(q, main, extra, softmax_scale, o_accum, lse_accum, fill_empty=fill_empty)
+        triton_launch.launch(
+            q, main, extra, softmax_scale, o_accum, lse_accum, fill_empty=fill_empty, batch_invariant=batch_invariant
+        )
+        return
+    if backend == "sm90":
+        sm90_decode.launch_partial(q, main, extra, softmax_scale, o_accum, lse_accum, fill_empty=fill_empty)
         return
     results = reference.sparse_decode_partial(q, main, extra, num_splits=o_accum.shape[0], softmax_scale=softmax_scale)
     _write(results, (o_accum, lse_accum))

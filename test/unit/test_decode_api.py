@@ -178,7 +178,7 @@ def test_backends(monkeypatch):
     cpu = torch.device("cpu")
     assert ops.resolve_backend(None, cpu) == "torch"
     assert ops.resolve_backend("torch", cpu) == "torch"
-    with pytest.raises(ValueError, match="'sm90' is not in this build"):
+    with pytest.raises(ValueError, match="'sm90' needs a CUDA device"):
         ops.resolve_backend("sm90", cpu)
     triton_launch = pytest.importorskip("sgl_dsv4_kernels.triton_launch")
     monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
@@ -206,7 +206,7 @@ def test_batch_invariant_rows():
 
 def op_arguments(problem: td.Problem) -> tuple:
     main, extra = problem.main, problem.extra
-    tail = (extra.cache, extra.indices, extra.length, main.page_size, extra.page_size, 512**-0.5, 0, 0)
+    tail = (extra.cache, extra.indices, extra.length, main.page_size, extra.page_size, 512**-0.5, 0, 0, False)
     return problem.q, main.cache, main.indices, main.length, *tail
 
 

@@ -28,7 +28,6 @@ from sgl_dsv4_kernels.triton_epilogue import encode_e4m3, store_bf16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRET = triton_launch.interpreted()
-RELATIVE = 0.0019  # one rounding to bf16 (0.00166 for a log-uniform mantissa); FlashMLA has 0.0017 to 0.0022
 SPLITS = (1, 2, 3, 4, 8, 16, 21)
 V4, BF16 = CacheLayout.V4, CacheLayout.BF16
 
@@ -39,7 +38,7 @@ def decode(problem: td.Problem, **options) -> dk.DecodeOutput:
     return dk.sparse_decode(**problem.arguments(), **(problem.options | options), backend="triton")
 
 
-def check(result, want: td.Truth, relative: float = RELATIVE) -> None:
+def check(result, want: td.Truth, relative: float = td.OUTPUT_BOUND) -> None:
     assert not result.out.isnan().any()
     assert td.relative_error(result.out, want.value) <= relative
     assert td.lse_excess(result.lse, want.lse) <= 0
@@ -170,7 +169,7 @@ def test_partials(splits, fill_empty):
     )
     empty = want_lse == -math.inf
     assert torch.equal(lse == -math.inf, empty)
-    assert td.relative_error(o[~empty], want[~empty]) <= RELATIVE
+    assert td.relative_error(o[~empty], want[~empty]) <= td.OUTPUT_BOUND
     error = (lse.double() - want_lse).abs() - 2.0**-23 * want_lse.abs()
     assert error[~empty].max() <= 2e-6
     assert (o[empty] == (0.0 if fill_empty else 77.0)).all()
@@ -250,7 +249,7 @@ def test_sink_of_every_kind():
     assert (result.out[1] == 0).all()
     assert (result.out[:, [4, 6]] == 0).all()
     fine = [0, 1, 2, 3, 4, 5, 6]
-    assert td.relative_error(result.out[:, fine], want.value[:, fine]) <= RELATIVE
+    assert td.relative_error(result.out[:, fine], want.value[:, fine]) <= td.OUTPUT_BOUND
 
 
 def test_positions_outside_of_the_table():
@@ -294,10 +293,14 @@ def test_packed_pools(page_stride, offset):
     packed = td.poisoned_cache(main.cache.shape[0], 64, page_stride=page_stride, offset=offset, device=DEVICE)
     packed.copy_(main.cache)
     result = dk.sparse_decode(**(problem.arguments() | {"cache": packed}), **problem.options, backend="triton")
-    assert torch.equal(result.out, want.out)
     view = packed.view(torch.float8_e4m3fn)
-    result = dk.sparse_decode(**(problem.arguments() | {"cache": view}), **problem.options, backend="triton")
-    assert torch.equal(result.out, want.out)
+    again = dk.sparse_decode(**(problem.arguments() | {"cache": view}), **problem.options, backend="triton")
+    assert torch.equal(again.out, result.out)
+    # At odd addresses the RoPE values are loaded as bytes. For mma.sync Triton orders the channels of a product by the
+    # width of the load behind its operand, so the scores are summed in another order there.
+    if page_stride % 2 == 0 and offset % 2 == 0:
+        assert torch.equal(result.out, want.out)
+    check(result, td.truth(problem))
 
 
 def test_strided_arguments():

@@ -1,0 +1,344 @@
+"""Time per output token, throughput and time to first token of SGLang with and without this package, side by side.
+
+    python benchmark/bench_serving.py --model DIR --server-args "--mem-fraction-static 0.4 --load-format dummy" \\
+        --csv serving.csv --plot serving.png
+    python benchmark/bench_serving.py --stock-url http://a:30000 --patched-url http://b:30000
+
+Starts two servers on the same GPU, stock (SGL_DSV4_KERNELS=off) and patched, and drives one at a time in the order
+ABAB, so a drift of the clock meets both. For each concurrency, over up to --runs rounds, as one batch request of random
+prompts that lie in the prefix cache:
+
+- TPOT: (time of GEN tokens - time of 1 token) / (GEN - 1); the ratio is the median over the rounds of patched / stock;
+  the spread is the larger interquartile range of the two servers, in percent of the median;
+- throughput: output tokens a second of the GEN-token request;
+- TTFT (--ttft): time to the first streamed token of prompts that are new to the cache, median over requests.
+
+Then a profile of decode steps by kernel group (--profile), in NAME_profile.csv beside the CSV; it needs servers on this
+machine. Both servers must allow max(concurrency) requests of CTX + GEN + 600 tokens at once (--max-running-requests,
+--cuda-graph-max-bs-decode, --max-total-tokens), and a server profiles its memory while the other one fills the GPU: set
+--mem-fraction-static so that it holds both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import decode_profile
+import torch
+from common import Progress, log2_axis, new_figure, run_facts, write_csv
+from serving import (
+    LAUNCH,
+    Client,
+    Server,
+    ServingError,
+    exit_on_sigterm,
+    in_threads,
+    random_prompt,
+    start_all,
+    stop_all,
+    vocab_size,
+)
+
+SIDES = ("stock", "patched")
+LEAST_RUNS = 3
+TTFT_COLUMNS = ("stock_ttft_ms", "patched_ttft_ms", "ttft_ratio")
+COLOURS = {"stock": "#D55E00", "patched": "#0072B2"}
+
+
+def request_seconds(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Wall time of one batch request."""
+    start = time.perf_counter()
+    client.generate(prompts, tokens)
+    return time.perf_counter() - start
+
+
+def first_token_seconds(client: Client, prompts: Sequence[Sequence[int]]) -> list[float]:
+    """Time to the first token of each of some streamed requests that are sent together."""
+
+    def one(prompt: Sequence[int]) -> float:
+        start = time.perf_counter()
+        seconds = [time.perf_counter() - start for _ in client.stream(prompt, 1)]
+        if not seconds:
+            raise ServingError(f"{client.url}: a stream without a token")
+        return seconds[0]
+
+    return in_threads([lambda p=prompt: one(p) for prompt in prompts], 2 * client.timeout)
+
+
+def spread_percent(values: Sequence[float]) -> float:
+    """Interquartile range in percent of the median."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return 100 * (high - low) / middle
+
+
+def measure(
+    clients: dict[str, Client], prompts: Sequence[Sequence[int]], args: argparse.Namespace
+) -> dict[str, object]:
+    """One row of the table: all figures of one concurrency, without TTFT."""
+    gen, concurrency = args.gen, len(prompts)
+    tpot: dict[str, list[float]] = {side: [] for side in SIDES}
+    rate: dict[str, list[float]] = {side: [] for side in SIDES}
+    for client in clients.values():
+        client.generate(prompts, 1)  # into the prefix cache
+        client.generate(prompts, 8)  # shapes met for the first time are compiled here
+    begin = time.monotonic()
+    for done in range(args.runs):
+        if done >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
+            break
+        for side in SIDES:
+            one, full = (request_seconds(clients[side], prompts, tokens) for tokens in (1, gen))
+            tpot[side].append((full - one) / (gen - 1) * 1e3)
+            rate[side].append(concurrency * gen / full)
+    row: dict[str, object] = {"concurrency": concurrency, "rounds": len(tpot["stock"])}
+    for side in SIDES:
+        row[f"{side}_tpot_ms"] = round(statistics.median(tpot[side]), 5)
+    row["tpot_ratio"] = round(statistics.median(p / s for s, p in zip(*(tpot[side] for side in SIDES), strict=True)), 4)
+    row["tpot_spread_percent"] = round(max(spread_percent(tpot[side]) for side in SIDES), 2)
+    for side in SIDES:
+        row[f"{side}_tokens_per_s"] = round(statistics.median(rate[side]), 1)
+    row["throughput_ratio"] = round(
+        statistics.median(p / s for s, p in zip(*(rate[side] for side in SIDES), strict=True)), 4
+    )
+    return row
+
+
+def measure_ttft(clients: dict[str, Client], concurrency: int, args: argparse.Namespace) -> dict[str, object]:
+    """Median time to first token of new prompts, in ms, and the ratio of the medians."""
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    begin = time.monotonic()
+    for run in range(-1, args.runs):  # the first round warms up
+        if run >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
+            break
+        prompts = [random_prompt(args.ctx, args.vocab, hash((concurrency, run, i))) for i in range(concurrency)]
+        for side in SIDES:
+            seconds = first_token_seconds(clients[side], prompts)
+            times[side] += seconds if run >= 0 else []
+    stock, patched = (statistics.median(times[side]) * 1e3 for side in SIDES)
+    return dict(zip(TTFT_COLUMNS, (round(stock, 3), round(patched, 3), round(patched / stock, 4)), strict=True))
+
+
+def profile(clients: dict[str, Client], prompts, args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
+    """Rows of the profile of one concurrency: kernel group, time and launches a step of both servers."""
+    tables = {}
+    for side in SIDES:
+        events = decode_profile.kernels(
+            decode_profile.record(clients[side], prompts, args.profile_steps, folder / f"{side}_{len(prompts)}")
+        )
+        tables[side] = decode_profile.summarise(events, args.profile_steps)
+        print(f"{side}, concurrency {len(prompts)}: us a step, launches a step, kernel", file=sys.stderr)
+        for name, us, launches in decode_profile.ranking(events, args.profile_steps, args.profile_top):
+            print(f"  {us:8.1f} {launches:6.1f}  {name[:110]}", file=sys.stderr)
+    return [
+        {"concurrency": len(prompts), "group": group}
+        | {f"{side}_us_per_step": round(tables[side][group][0], 2) for side in SIDES}
+        | {f"{side}_launches_per_step": round(tables[side][group][1], 2) for side in SIDES}
+        for group in tables["stock"]
+    ]
+
+
+def print_table(rows: Sequence[dict[str, object]], columns: dict[str, str]) -> None:
+    """Columns (key -> heading) of rows, aligned."""
+    cells = [list(columns.values()), *[[str(row.get(key, "")) for key in columns] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def plot(path: Path, rows: Sequence[dict], profile_rows: Sequence[dict], title: str) -> None:
+    """TPOT against concurrency, its ratio, and the attention kernels of a decode step."""
+    figure = new_figure(figsize=(11, 3.6), layout="constrained")
+    lines, ratios, bars = figure.subplots(1, 3)
+    concurrency = [row["concurrency"] for row in rows]
+    for side in SIDES:
+        lines.plot(concurrency, [row[f"{side}_tpot_ms"] for row in rows], "o-", color=COLOURS[side], label=side)
+    ratios.plot(concurrency, [row["tpot_ratio"] for row in rows], "o-", color=COLOURS["patched"])
+    ratios.axhline(1, color="#555555", linewidth=0.8)
+    for axis, label in ((lines, "ms per output token"), (ratios, "patched / stock")):
+        log2_axis(axis, concurrency)
+        axis.set(xlabel="concurrency", title=label)
+    lines.set_ylim(bottom=0)
+    lines.legend()
+    cases = [
+        (concurrency, side) for concurrency in sorted({row["concurrency"] for row in profile_rows}) for side in SIDES
+    ]
+    left = [0.0] * len(cases)
+    for number, group in enumerate(decode_profile.GROUPS):
+        us = {
+            (r["concurrency"], side): r[f"{side}_us_per_step"]
+            for r in profile_rows
+            for side in SIDES
+            if r["group"] == group
+        }
+        widths = [us[case] for case in cases]
+        if any(widths):
+            bars.barh(range(len(cases)), widths, left=left, color=f"C{number}", label=group)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    bars.set_yticks(range(len(cases)), [f"{side}, {concurrency}" for concurrency, side in cases])
+    bars.invert_yaxis()
+    bars.set(title="attention kernels, theirs and ours", xlabel="us per decode step")
+    if cases:
+        figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=10, fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def facts(client: Client, args: argparse.Namespace) -> dict[str, object]:
+    """Columns that every CSV row carries."""
+    try:
+        info = json.loads(client.call("/server_info"))
+    except (ServingError, ValueError):
+        info = {}
+    found = run_facts() if torch.cuda.is_available() else {}
+    model = Path(str(args.model or info.get("model_path", "unknown"))).name
+    return {"model": model, "ctx": args.ctx, "gen": args.gen, "sglang": info.get("version", "unknown"), **found}
+
+
+def servers_of(args: argparse.Namespace, logs: Path) -> list[Server]:
+    """The servers to start: those without a URL."""
+    command = [*shlex.split(args.launch), "--model-path", str(args.model), *shlex.split(args.server_args)]
+    kernels = {"stock": "off", "patched": args.kernels}
+    return [
+        Server(side, command, args.port + place, logs / f"server_{side}.log", {"SGL_DSV4_KERNELS": kernels[side]})
+        for place, side in enumerate(SIDES)
+        if not getattr(args, f"{side}_url")
+    ]
+
+
+def run(clients: dict[str, Client], args: argparse.Namespace, logs: Path) -> int:
+    """Measure, print and write everything; the exit status. The CSV files are written anew after each step."""
+    about = facts(clients["patched"], args)
+    progress = Progress(len(args.concurrency) + len(args.ttft) + len(args.profile))
+    all_prompts = [random_prompt(args.ctx, args.vocab, i) for i in range(max([*args.concurrency, *args.profile]))]
+    rows, profile_rows, status = [], [], 0
+
+    def save(path: Path | None, table: list[dict[str, object]]) -> None:
+        if path and table:
+            write_csv(path, [row | about for row in table])
+
+    for concurrency in args.concurrency:
+        progress.step(f"concurrency {concurrency}")
+        rows.append(measure(clients, all_prompts[:concurrency], args) | dict.fromkeys(TTFT_COLUMNS, ""))
+        save(args.csv, rows)
+        print("  TPOT {stock_tpot_ms} and {patched_tpot_ms} ms, ratio {tpot_ratio}".format(**rows[-1]), file=sys.stderr)
+    for row in rows:
+        if row["concurrency"] in args.ttft:
+            progress.step(f"time to first token, concurrency {row['concurrency']}")
+            row |= measure_ttft(clients, row["concurrency"], args)
+            save(args.csv, rows)
+    for concurrency in args.profile:
+        progress.step(f"profile, concurrency {concurrency}")
+        try:
+            profile_rows += profile(clients, all_prompts[:concurrency], args, logs / "profile")
+        except ServingError as error:
+            print(f"profile of concurrency {concurrency} failed: {error}", file=sys.stderr)
+            status = 1
+        save(args.csv and args.csv.with_name(f"{args.csv.stem}_profile.csv"), profile_rows)
+    title = f"{about['model']}, context {args.ctx}, sglang {about['sglang']}, {about.get('gpu', 'no GPU')}"
+    print(f"\n{title}: medians; ratios are patched / stock")
+    columns = {
+        "concurrency": "C",
+        "rounds": "rounds",
+        "stock_tpot_ms": "stock TPOT ms",
+        "patched_tpot_ms": "patched",
+        "tpot_ratio": "ratio",
+    }
+    columns |= {
+        "tpot_spread_percent": "spread %",
+        "stock_tokens_per_s": "stock tok/s",
+        "patched_tokens_per_s": "patched",
+    }
+    columns |= {"throughput_ratio": "ratio", "stock_ttft_ms": "stock TTFT ms", "patched_ttft_ms": "patched"}
+    print_table(rows, columns | {"ttft_ratio": "ratio"})
+    if profile_rows:
+        print("\nGPU time of a decode step")
+        shown = [row for row in profile_rows if row["stock_us_per_step"] or row["patched_us_per_step"]]
+        columns = {
+            "concurrency": "C",
+            "group": "kernels",
+            "stock_us_per_step": "stock us",
+            "patched_us_per_step": "patched us",
+        }
+        print_table(shown, columns | {"stock_launches_per_step": "launches", "patched_launches_per_step": "patched"})
+    if args.plot:
+        plot(args.plot, rows, profile_rows, title)
+    return status
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="model path, for the servers that are started here")
+    parser.add_argument("--server-args", default="", help="further flags of both servers, as one string")
+    parser.add_argument("--launch", default=LAUNCH, help="command that starts a server (default: sglang.launch_server)")
+    parser.add_argument("--kernels", default="all", help="SGL_DSV4_KERNELS of the patched server (default: all)")
+    parser.add_argument("--port", type=int, default=30100, help="the stock server's; the patched one's is the next")
+    parser.add_argument("--stock-url", help="use this server, which runs already, as stock")
+    parser.add_argument("--patched-url", help="use this server, which runs already, as patched")
+    parser.add_argument("--start-seconds", type=float, default=600, help="time that the servers have to start")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds without a byte after which a request fails")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--ctx", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--gen", type=int, default=129, help="tokens generated for each prompt")
+    parser.add_argument("--runs", type=int, default=7, help="rounds of each measurement, fewer at its time limit")
+    parser.add_argument("--case-seconds", type=float, default=30, help="that limit, for 3 rounds or more")
+    parser.add_argument("--ttft", type=int, nargs="*", help="concurrencies of the TTFT measurement (default: 1 8)")
+    parser.add_argument("--profile", type=int, nargs="*", default=[1, 32], help="concurrencies of the profile")
+    parser.add_argument("--profile-steps", type=int, default=10)
+    parser.add_argument("--profile-top", type=int, default=12, help="kernels listed on stderr for each profile")
+    parser.add_argument(
+        "--vocab", type=int, help="token ids are drawn below this (default: the model's config.json, or 100000)"
+    )
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--logs", type=Path, help="folder for server logs and traces (default: a temporary one)")
+    args = parser.parse_args(argv)
+    if not args.model and not (args.stock_url and args.patched_url):
+        parser.error("--model is needed, unless both --stock-url and --patched-url are given")
+    if args.gen < 2 or args.runs < 1:
+        parser.error(f"expected --gen >= 2 and --runs >= 1, got {args.gen} and {args.runs}")
+    if args.ttft is None:
+        args.ttft = [concurrency for concurrency in (1, 8) if concurrency in args.concurrency]
+    if not set(args.ttft) <= set(args.concurrency):
+        parser.error(f"expected --ttft among --concurrency {args.concurrency}, got {args.ttft}")
+    args.vocab = args.vocab or vocab_size(args.model)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start what is to be started, measure, end it."""
+    args = parse(argv)
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="bench_serving_"))
+    servers = servers_of(args, logs)
+    clients = {side: Client(getattr(args, f"{side}_url") or "", args.timeout) for side in SIDES}
+    exit_on_sigterm()
+    try:
+        if servers:
+            print(f"starting {', '.join(s.name for s in servers)}; logs in {logs}", file=sys.stderr, flush=True)
+            begin = time.monotonic()
+            start_all(servers, args.start_seconds)
+            print(f"ready after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        clients |= {server.name: Client(server.client.url, args.timeout) for server in servers}
+        return run(clients, args, logs)
+    except ServingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        for server in servers:
+            if server.ended() and server.log.exists():
+                print(f"{server.name} has ended\n{server.log_tail()}", file=sys.stderr)
+        return 1
+    finally:
+        stop_all(servers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+// The Hopper decode op: argument checks -> sm90::DecodeParams -> launcher. Semantics: decode/decode.h. Present in builds
+// for sm_90a alone.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+namespace sgl_dsv4::api {
+
+// Both take V4 caches only; extra_cache and extra_indices come together or not at all. The first runs the epilogue
+// itself, the second writes the partials of every split.
+void sparse_decode_sm90(torch::stable::Tensor q, torch::stable::Tensor cache, torch::stable::Tensor indices,
+                        std::optional<torch::stable::Tensor> topk_length,
+                        std::optional<torch::stable::Tensor> extra_cache,
+                        std::optional<torch::stable::Tensor> extra_indices,
+                        std::optional<torch::stable::Tensor> extra_topk_length, int64_t page_size,
+                        int64_t extra_page_size, double softmax_scale, std::optional<torch::stable::Tensor> attn_sink,
+                        std::optional<torch::stable::Tensor> freqs_cis, std::optional<torch::stable::Tensor> positions,
+                        int64_t output, bool pdl, torch::stable::Tensor out, torch::stable::Tensor lse,
+                        std::optional<torch::stable::Tensor> scales, std::optional<torch::stable::Tensor> amax);
+
+void sparse_decode_partial_sm90(torch::stable::Tensor q, torch::stable::Tensor cache, torch::stable::Tensor indices,
+                                std::optional<torch::stable::Tensor> topk_length,
+                                std::optional<torch::stable::Tensor> extra_cache,
+                                std::optional<torch::stable::Tensor> extra_indices,
+                                std::optional<torch::stable::Tensor> extra_topk_length, int64_t page_size,
+                                int64_t extra_page_size, double softmax_scale, bool fill_empty, bool pdl,
+                                torch::stable::Tensor o_accum, torch::stable::Tensor lse_accum);
+
+}  // namespace sgl_dsv4::api

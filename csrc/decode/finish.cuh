@@ -1,0 +1,134 @@
+// From the merged fp32 values of a head to the outputs, for a warp that holds 128 consecutive channels, 4 a lane: one fp8
+// group of 128, eight lanes a group of 32. decode.h has the order and the rules, epilogue.cuh the arithmetic.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/cache_layout.h"
+#include "decode/decode.h"
+#include "decode/epilogue.cuh"
+
+namespace sgl_dsv4::finish {
+
+inline constexpr int kVec = 4;  // channels a lane
+inline constexpr int kGroupChannels = 32 * kVec;
+inline constexpr int kGroups = kHeadDim / kGroupChannels;
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+static_assert(kGroupChannels == 128);
+
+// Which part of the work a thread has.
+struct Place {
+  int64_t token;
+  int64_t head;
+  int group;    // of 128 channels; a whole warp has one
+  int lane;
+  int channel;  // first of kVec
+};
+
+// most * ln 2 + ln(sum), ln 2 in two parts: one rounding.
+__device__ __forceinline__ float natural_lse(float most, float sum) {
+  constexpr float kLn2High = 0.693147182464599609375f, kLn2Low = -1.904654299957768e-9f;
+  return fmaf(most, kLn2High, fmaf(most, kLn2Low, logf(sum)));
+}
+
+// ---- inverse RoPE ----
+
+// (cos, sin) of a thread's two pairs; outside the last kRopeDim channels it is not used.
+struct Rotation {
+  float2 pair[kVec / 2];
+};
+
+__device__ __forceinline__ bool rotates(const Place& place, const CombineParams& p) {
+  return p.freqs_cis != nullptr && place.channel >= kNopeDim;
+}
+
+__device__ __forceinline__ int64_t load_position(const Place& place, const CombineParams& p) {
+  if (!rotates(place, p)) return 0;
+  const int64_t at = place.token * p.stride_positions_token;
+  return p.positions_are_int64 ? static_cast<const int64_t*>(p.positions)[at]
+                               : static_cast<const int32_t*>(p.positions)[at];
+}
+
+__device__ __forceinline__ Rotation load_rotation(const Place& place, int64_t position, const CombineParams& p) {
+  const float2 nan = make_float2(NAN, NAN);
+  Rotation r = {{nan, nan}};
+  if (rotates(place, p) && position >= 0 && position < p.num_freqs) {
+    const float* row = p.freqs_cis + position * p.stride_freqs_position + (place.channel - kNopeDim);
+    r.pair[0] = reinterpret_cast<const float2*>(row)[0];
+    r.pair[1] = reinterpret_cast<const float2*>(row)[1];
+  }
+  return r;
+}
+
+// Not for a row that attends to nothing: it stays 0, whatever its sink and position are.
+__device__ __forceinline__ void apply_sink_and_rope(float (&x)[kVec], float sink_factor, const Rotation& rotation,
+                                                    const Place& place, const CombineParams& p) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) x[i] *= sink_factor;
+  if (!rotates(place, p)) return;
+  epilogue::rotate_back(x[0], x[1], rotation.pair[0].x, rotation.pair[0].y);
+  epilogue::rotate_back(x[2], x[3], rotation.pair[1].x, rotation.pair[1].y);
+}
+
+// ---- outputs ----
+
+__device__ __forceinline__ void store_bf16(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+  uint16_t* out =
+      static_cast<uint16_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head + place.channel;
+  const uint2 packed = make_uint2(epilogue::cvt_bf16x2(x[0], x[1]), epilogue::cvt_bf16x2(x[2], x[3]));
+  if (reinterpret_cast<uintptr_t>(out) % sizeof(uint2) == 0) {
+    *reinterpret_cast<uint2*>(out) = packed;
+  } else {  // a caller's view may start anywhere
+    out[0] = static_cast<uint16_t>(packed.x);
+    out[1] = static_cast<uint16_t>(packed.x >> 16);
+    out[2] = static_cast<uint16_t>(packed.y);
+    out[3] = static_cast<uint16_t>(packed.y >> 16);
+  }
+}
+
+__device__ __forceinline__ void store_e4m3(uint32_t codes, const Place& place, const CombineParams& p) {
+  uint8_t* out = static_cast<uint8_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head;
+  *reinterpret_cast<uint32_t*>(out + place.channel) = codes;
+}
+
+// Column `column` of row place.token of the scales.
+template <typename Word>
+__device__ __forceinline__ Word* scale_at(const Place& place, int64_t column, const CombineParams& p) {
+  return static_cast<Word*>(p.scales) + place.token * p.stride_scales_token + column * p.stride_scales_column;
+}
+
+// Quantises and stores the warp's 128 channels with their scales.
+__device__ __forceinline__ void store_fp8(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+  const uint32_t amax = epilogue::finite_abs_max_bits(x);
+  if (p.output == OutputKind::kFp8Group32Ue8m0) {
+    const epilogue::Ue8m0Scale scale(epilogue::lanes_max<32 / kVec>(amax));
+    store_e4m3(epilogue::quantise4(x, scale), place, p);
+    const uint32_t byte = scale.exponent << (place.lane / 8 * 8);
+    const uint32_t word = __reduce_or_sync(kAllLanes, byte);
+    if (place.lane == 0) *scale_at<uint32_t>(place, place.head * kGroups + place.group, p) = word;
+    return;
+  }
+  const uint32_t group_amax = epilogue::lanes_max<32>(amax);
+  if (p.output == OutputKind::kFp8Group128) {
+    const epilogue::Fp32Scale scale(group_amax);
+    store_e4m3(epilogue::quantise4(x, scale), place, p);
+    if (place.lane == 0) *scale_at<float>(place, place.head * kGroups + place.group, p) = scale.scale;
+  } else {
+    const epilogue::Ue8m0Scale scale(group_amax);
+    store_e4m3(epilogue::quantise4(x, scale), place, p);
+    uint8_t* word = reinterpret_cast<uint8_t*>(scale_at<uint32_t>(place, place.head, p));
+    if (place.lane == 0) word[place.group] = static_cast<uint8_t>(scale.exponent);
+  }
+}
+
+// Both output kinds.
+__device__ __forceinline__ void store_output(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+  if (p.output == OutputKind::kBf16) {
+    store_bf16(x, place, p);
+  } else {
+    store_fp8(x, place, p);
+  }
+}
+
+}  // namespace sgl_dsv4::finish

@@ -1,0 +1,63 @@
+// Where everything lies in the shared memory of a block. Host code too: test/unit/test_decode_sm90.py checks it.
+//
+// A matrix of n rows (keys or heads) x 512 channels of bf16 is cut into 8 channel blocks of 64. A channel block is n rows
+// of 128 bytes; in each group of 8 rows (1024 bytes) the eight 16-byte chunks of row r stand in the order chunk ^ (r % 8),
+// the "128-byte swizzle" of wgmma. Read along the channels it is Q or K; read across, V.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cache_layout.h"
+#include "common/split_partition.h"
+
+namespace sgl_dsv4::sm90 {
+
+inline constexpr int kTileKeys = kSplitBlockKeys;
+inline constexpr int kTileHeads = 64;
+inline constexpr int kStages = 2;
+inline constexpr int kBlockChannels = 64;
+inline constexpr int kChannelBlocks = kHeadDim / kBlockChannels;
+inline constexpr int kRowBytes = kBlockChannels * 2;     // of one row in a channel block
+inline constexpr int kGroupBytes = 8 * kRowBytes;        // 8 rows: one period of the swizzle
+inline constexpr int kBlockBytes = 64 * kRowBytes;       // 64 rows x 64 channels
+inline constexpr int kTileBytes = kChannelBlocks * kBlockBytes;
+static_assert(kTileKeys == 64 && kRowBytes == 128 && kBlockBytes == 8192 && kTileBytes == 65536);
+
+// Byte offset of (row, channel) in a tile of 64 rows.
+SGL_DSV4_HOST_DEVICE constexpr int tile_offset(int row, int channel) {
+  const int chunk = channel % kBlockChannels / 8;
+  return channel / kBlockChannels * kBlockBytes + row * kRowBytes + (chunk ^ row % 8) * 16 + channel % 8 * 2;
+}
+
+// PTX ISA, "matrix descriptor": start address, leading and stride byte offsets in units of 16 bytes, swizzle mode 1 (128
+// bytes). Stride: between groups of 8 rows. Leading: between channel blocks, used only by an operand that is read across.
+SGL_DSV4_HOST_DEVICE constexpr uint64_t operand_descriptor(uint32_t address) {
+  return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kBlockBytes >> 4) << 16 |
+         static_cast<uint64_t>(kGroupBytes >> 4) << 32 | static_cast<uint64_t>(1) << 62;
+}
+// What moves a descriptor by `bytes`. Within 128 bytes of a row the swizzle is applied to the moved address.
+SGL_DSV4_HOST_DEVICE constexpr uint64_t descriptor_step(int bytes) {
+  return static_cast<uint64_t>(bytes >> 4);
+}
+
+// Results lie in shared memory, as fp32 and not yet divided by their sums, before they are written: one head a row. The
+// pitch of 8 words modulo the 32 banks suits stores of two columns by four lanes, eight rows at a time.
+inline constexpr int kResultPitch = kHeadDim + 8;
+
+struct alignas(1024) SharedMemory {
+  uint8_t q[kTileBytes];                      // 64 heads; heads past the last are zeros
+  uint8_t keys[kStages][kTileBytes];          // 64 keys each; keys that are not attended are zeros. Later, results
+  uint8_t weights[2][kBlockBytes];            // P of the even and of the odd tiles, 64 heads x 64 keys of bf16
+  float decay[2][kTileHeads];                 // what O is multiplied by before P V is added
+  float unit[kTileHeads];                     // log2 of what weights were divided by in the last tile
+  float total[kTileHeads];                    // sum of weights, in that unit
+  float sink[kTileHeads];
+  float rotation[kRopeDim];                   // (cos, sin) of the row's position
+  uint32_t attended[kStages][kTileKeys / 8];  // word w: bit 4 i belongs to key 8 w + i
+  uint64_t full[kStages];                     // mbarriers
+  uint64_t empty[kStages];
+};
+static_assert(sizeof(SharedMemory) <= 227 * 1024);
+static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + 2 * kBlockBytes);
+
+}  // namespace sgl_dsv4::sm90

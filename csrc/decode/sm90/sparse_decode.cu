@@ -1,0 +1,103 @@
+// The Hopper decode kernel: 64 heads x the keys of one split, warp-specialised.
+//
+//   index lists -> 2 gathering warpgroups -> keys[2] (bf16 tiles of 64 keys) -> 2 consuming warpgroups -> partial
+//
+// barrier          who arrives                     what becomes true
+// full[stage]      the 8 gathering warps           the tile and its attended mask lie in keys[stage]
+// empty[stage]     the 8 consuming warps           all products that read keys[stage] are done
+// kConsumersMeet   both consuming warpgroups       Q is in shared memory; later, a tile's P and decay are
+//
+// Shared memory, of 227 KiB: Q 64, two tiles 128, P 16, and 1 for barriers, decay, masks.
+// Registers of a thread: O 128; with scores 32 and weights: 208 in warpgroup 0, 160 in warpgroup 1; a quarter of a raw
+// row 36 and its successor's address: 72 in the gathering warpgroups. 208 + 160 + 2 x 72 = 512 = 4 x 128.
+//
+// Predicted at 1.95 GHz, per key and SM, at 64 heads (nanoseconds; cycles in brackets):
+//   device memory    18 (35)   584 bytes at 4.27 TB/s over 132 SMs
+//   gather           24 (47)   measured alone: 256 threads, a whole tile in flight
+//   tensor cores     16 (32)   Q K^T 16 + P V 16 cycles at the nominal rate
+//   shared memory    17 (33)   tile written 4 + read 8 + 8, Q re-read 8, P 2 + 2, and 1: 128 bytes a cycle
+//   a tile's chain   22 (43)   S 1100, softmax 500, P V 1100 cycles, not overlapped with each other
+// The gather should decide: 24 to 30 ns.
+#include <atomic>
+
+#include "common/launch.h"
+#include "common/ptx.cuh"
+#include "decode/sm90/attend.cuh"
+#include "decode/sm90/gather.cuh"
+#include "decode/sm90/output.cuh"
+#include "decode/sm90/sparse_decode.h"
+
+namespace sgl_dsv4::sm90 {
+namespace {
+
+__global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  SharedMemory& shared = *reinterpret_cast<SharedMemory*>(shared_bytes);
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), kGatherThreads / 32);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), kConsumerThreads / 32);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+  const Work w = my_work(p, my_part(p));
+  if (w.range.empty()) {
+    write_empty(p, w, static_cast<int>(threadIdx.x) / 32, kThreads / 32);
+    return;
+  }
+
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_inc<kScoreRegisters>();
+    attend<0>(p, w, shared);
+    ptx::setmaxnreg_dec<kOutputRegisters>();
+  } else if (warpgroup == 1) {
+    ptx::setmaxnreg_inc<kValueRegisters>();
+    attend<1>(p, w, shared);
+    ptx::setmaxnreg_dec<kOutputRegisters>();
+  } else {
+    ptx::setmaxnreg_dec<kGatherRegisters>();
+    gather(p, w, shared);
+    ptx::setmaxnreg_inc<kOutputRegisters>();
+  }
+  __syncthreads();
+  const Part part = my_part(p);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const float* results = reinterpret_cast<const float*>(shared.keys);
+  if (p.o_accum != nullptr) {
+    write_partials(p, part, results, kResultPitch, shared.unit, shared.total, warp, kThreads / 32);
+  } else {
+    write_outputs(p.finish, part, results, kResultPitch, shared.unit, shared.total, shared.sink, shared.rotation, warp,
+                  kThreads / 32);
+  }
+}
+
+}  // namespace
+
+cudaError_t sparse_decode_device_code() {
+  static std::atomic<bool> loaded[kMaxDevices];
+  int device = 0;
+  if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
+  if (device < kMaxDevices && loaded[device].load(std::memory_order_relaxed)) return cudaSuccess;
+  if (cudaError_t err = cudaFuncSetAttribute(sparse_decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             static_cast<int>(sizeof(SharedMemory)));
+      err != cudaSuccess)
+    return err;
+  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+cudaError_t launch_sparse_decode(const DecodeParams& p, bool pdl, cudaStream_t stream) {
+  if (p.num_tokens == 0) return cudaSuccess;
+  const int64_t groups = (p.num_heads + kTileHeads - 1) / kTileHeads;
+  const int64_t blocks = groups * p.num_splits * p.num_tokens;
+  if (p.num_heads < 1 || p.num_splits < 1 || (p.o_accum == nullptr && p.num_splits != 1) || blocks > INT32_MAX) return cudaErrorInvalidValue;
+  if (cudaError_t err = sparse_decode_device_code(); err != cudaSuccess) return err;
+  return launch_kernel(sparse_decode_kernel, dim3(static_cast<uint32_t>(blocks)), dim3(kThreads), sizeof(SharedMemory),
+                       pdl, stream, p);
+}
+
+}  // namespace sgl_dsv4::sm90

@@ -1,0 +1,84 @@
+// The tensor core instructions of a warpgroup (sm_90a): descriptors, products, waiting. PTX ISA, "wgmma".
+//
+// An accumulator of m64nN is N / 2 registers a thread: with lane l of warp w, row 16 w + l / 4 (+ 8 for the odd pairs),
+// columns 8 j + 2 (l % 4) and the next one: d[4 j], d[4 j + 1] in the upper row, d[4 j + 2], d[4 j + 3] in the lower.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/sm90/shared_memory.h"
+
+namespace sgl_dsv4::sm90 {
+
+// A shared-memory operand in 128-byte swizzle (shared_memory.h), which starts at an address of the shared window. The
+// two strides, in bytes: between groups of 8 rows, and, for an operand that is read across (transposed), between
+// blocks of 64 channels.
+__device__ __forceinline__ uint64_t operand(uint32_t address) {
+  return operand_descriptor(address);
+}
+
+#define SGL_DSV4_ACC8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+// d (+)= A B^T. A: 64 rows, B: 64 rows, both 16 channels wide, row by row in shared memory.
+__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, p, 1, 1, 0, 0;\n"
+      "}\n"
+      : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8), SGL_DSV4_ACC8(d, 16), SGL_DSV4_ACC8(d, 24)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// d (+)= A B. A: 64 rows of 16 weights. B: 16 rows, 128 channels, the 16 being summed over.
+__device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, p, 1, 1, 0, 1;\n"
+      "}\n"
+      : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8), SGL_DSV4_ACC8(d, 16), SGL_DSV4_ACC8(d, 24),
+        SGL_DSV4_ACC8(d, 32), SGL_DSV4_ACC8(d, 40), SGL_DSV4_ACC8(d, 48), SGL_DSV4_ACC8(d, 56)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+#undef SGL_DSV4_ACC8
+
+// Registers that a product reads or writes keep their place in the program: the compiler does not know that wgmma runs
+// on after its instruction.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Before the first product that uses registers which ordinary instructions wrote.
+template <int kCount>
+__device__ __forceinline__ void wgmma_begin(float (&d)[kCount]) {
+  pin(d);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits for this warpgroup's products, but for the last kLater groups of them.
+template <int kLater, int kCount>
+__device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
+  pin(d);
+}
+
+}  // namespace sgl_dsv4::sm90

@@ -1,0 +1,71 @@
+// Which part of the problem a block has, and the roles of its warpgroups.
+#pragma once
+
+#include "decode/sm90/shared_memory.h"
+#include "decode/sm90/sparse_decode.h"
+
+namespace sgl_dsv4::sm90 {
+
+// Warpgroup 0 computes scores and weights and the left half of O, warpgroup 1 the right half, warpgroups 2 and 3 gather.
+// Registers: O takes 128 a thread; the four limits add up to the 4 x 128 that the block is launched with.
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kConsumerThreads = 2 * kWarpgroupThreads;
+inline constexpr int kGatherThreads = 2 * kWarpgroupThreads;
+inline constexpr int kThreads = kConsumerThreads + kGatherThreads;
+inline constexpr int kScoreRegisters = 208;
+inline constexpr int kValueRegisters = 160;
+inline constexpr int kGatherRegisters = 72;
+inline constexpr int kOutputRegisters = 80;  // of all, at the end
+static_assert(kScoreRegisters + kValueRegisters + 2 * kGatherRegisters <= 4 * (65536 / kThreads));
+
+enum NamedBarrier : int { kConsumersMeet = 1 };
+
+// Rows, heads and split of a block.
+struct Part {
+  int64_t token;
+  int split;
+  int first_head;
+  int heads;  // 1 to kTileHeads
+};
+
+// The same, and its tiles.
+struct Work : Part {
+  RowBlocks row;
+  BlockRange range;
+};
+
+// Volatile: asked for again at the end of the kernel, so that no role keeps the answer in registers.
+__device__ __forceinline__ uint32_t block_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+__device__ __forceinline__ Part my_part(const DecodeParams& p) {
+  const uint32_t block = block_index();
+  const uint32_t groups = static_cast<uint32_t>(p.num_heads + kTileHeads - 1) / kTileHeads;
+  const uint32_t group = block % groups;
+  const uint32_t rest = block / groups;
+  Part part;
+  part.split = static_cast<int>(rest % static_cast<uint32_t>(p.num_splits));
+  part.token = rest / static_cast<uint32_t>(p.num_splits);
+  part.first_head = static_cast<int>(group) * kTileHeads;
+  part.heads = min(kTileHeads, p.num_heads - part.first_head);
+  return part;
+}
+
+__device__ __forceinline__ int row_length(const Source& source, int64_t token) {
+  return source.length == nullptr ? source.width : source.length[token * source.stride_length];
+}
+
+__device__ __forceinline__ Work my_work(const DecodeParams& p, const Part& part) {
+  Work w;
+  static_cast<Part&>(w) = part;
+  const int length = row_length(p.source[0], w.token);
+  const int extra_length = p.source[1].width > 0 ? row_length(p.source[1], w.token) : 0;
+  w.row = row_blocks(length, p.source[0].width, extra_length, p.source[1].width);
+  w.range = split_range(w.row.blocks, w.split, p.num_splits);
+  return w;
+}
+
+}  // namespace sgl_dsv4::sm90

@@ -1,0 +1,230 @@
+"""benchmark/bench_serving.py and test/e2e/check_serving.py against servers that only pretend (fake_server.py)."""
+
+from __future__ import annotations
+
+import csv
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "test" / "e2e")]
+
+import bench_serving  # noqa: E402
+import check_serving  # noqa: E402
+import decode_profile  # noqa: E402
+import serving  # noqa: E402
+
+FAKE = f"{sys.executable} {Path(__file__).with_name('fake_server.py')}"
+
+
+@pytest.fixture
+def port():
+    """The first of five free ports in a row; afterwards, no server may be left on them."""
+    start = 20000 + os.getpid() * 10 % 20000  # test runs side by side keep apart
+    first = next(p for p in range(start, 60000, 10) if all(serving.port_is_free(p + i) for i in range(5)))
+    yield first
+    pattern = "fake_server.py .*--port (" + "|".join(str(first + i) for i in range(5)) + ")"
+    assert subprocess.run(["pgrep", "-f", "--", pattern], capture_output=True, check=False).stdout == b""
+
+
+def bench(port, tmp_path, *more):
+    """A short run of the benchmark; its exit status."""
+    sizes = "--concurrency 1 4 --ctx 300 --gen 17 --runs 3 --profile 4 --profile-steps 2 --vocab 100 --timeout 20"
+    start = ["--model", "fake", "--launch", FAKE, "--port", str(port), "--start-seconds", "20"]
+    output = ["--csv", str(tmp_path / "serving.csv"), "--logs", str(tmp_path / "logs")]
+    return bench_serving.main([*start, *sizes.split(), *output, *more])
+
+
+def check(port, tmp_path, checks, *more):
+    """A short run of the end-to-end check; its exit status."""
+    sizes = "--prompts 8 --gen 6 --batches 1 4 --levels 1 8 --seconds 0.6 --longest 700 --vocab 100 --start-seconds 20"
+    start = ["--model", "fake", "--launch", FAKE, "--port", str(port), "--logs", str(tmp_path), "--checks", checks]
+    return check_serving.main([*start, *sizes.split(), *more])
+
+
+def rows(path):
+    """Rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ---- the benchmark
+
+
+def test_bench_measures_the_slower_server(port, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_ON", "all")
+    monkeypatch.setenv("FAKE_SCALE", "4")
+    pytest.importorskip("matplotlib")
+    assert bench(port, tmp_path, "--plot", str(tmp_path / "serving.png")) == 0
+    table = rows(tmp_path / "serving.csv")
+    assert [row["concurrency"] for row in table] == ["1", "4"]
+    assert all(float(row["tpot_ratio"]) > 1.5 and float(row["throughput_ratio"]) < 0.7 for row in table)
+    assert float(table[0]["ttft_ratio"]) > 1
+    assert table[1]["ttft_ratio"] == ""  # 1 and 8 by default, and 8 is not measured here
+    assert table[0]["sglang"] == "0.0.fake"
+    groups = {row["group"]: row for row in rows(tmp_path / "serving_profile.csv")}
+    assert float(groups["split"]["stock_us_per_step"]) == 10
+    assert float(groups["split"]["patched_us_per_step"]) == 0
+    assert float(groups["ours: decode"]["patched_us_per_step"]) == 10
+    assert float(groups["ours: combine"]["patched_launches_per_step"]) == 1
+    assert float(groups["other"]["stock_us_per_step"]) == 10
+    assert float(groups["GPU sum"]["stock_us_per_step"]) == 30
+    assert float(groups["wall span"]["stock_us_per_step"]) == pytest.approx((15 * 5 + 10) / 2)
+    assert (tmp_path / "serving.png").stat().st_size > 1000
+    assert "spread %" in capsys.readouterr().out
+
+
+def test_bench_uses_servers_that_run(port, tmp_path):
+    server = serving.Server("mine", FAKE.split(), port, tmp_path / "mine.log")
+    try:
+        serving.start_all([server], 20)
+        urls = ["--stock-url", server.client.url, "--patched-url", server.client.url]
+        assert bench(port, tmp_path, "--profile", "--ttft", *urls) == 0
+        assert not server.ended()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(("fault", "text"), [("FAKE_DIE", "told to die"), ("FAKE_ERROR", "told to fail")])
+def test_bench_shows_why_it_failed(port, tmp_path, monkeypatch, capsys, fault, text):
+    monkeypatch.setenv(fault, "1")
+    assert bench(port, tmp_path) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_bench_keeps_what_it_has_measured(port, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_ERROR_BATCH", "4")
+    assert bench(port, tmp_path) == 1
+    assert [row["concurrency"] for row in rows(tmp_path / "serving.csv")] == ["1"]
+
+
+def test_bench_does_not_wait_for_ever(port, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_HANG", "1")
+    begin = time.monotonic()
+    assert bench(port, tmp_path, "--start-seconds", "2") == 1
+    assert time.monotonic() - begin < 15
+    assert "not ready in time" in capsys.readouterr().err
+
+
+def test_bench_refuses_a_taken_port(port, tmp_path, capsys):
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert bench(port, tmp_path) == 1
+    assert f"port {port} is in use" in capsys.readouterr().err
+
+
+def test_bench_names_the_missing_model():
+    with pytest.raises(SystemExit):
+        bench_serving.parse(["--stock-url", "http://x"])
+
+
+def test_sigterm_ends_the_servers(port, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmark" / "bench_serving.py"), "--model", "fake", "--launch", FAKE]
+    command += ["--port", str(port), "--runs", "10000", "--logs", str(tmp_path)]
+    bench = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while serving.port_is_free(port + 1) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    bench.terminate()
+    assert bench.wait(30) == 143
+    assert serving.port_is_free(port)
+    assert serving.port_is_free(port + 1)
+
+
+# ---- pieces
+
+
+def test_profile_refuses_a_trace_with_a_prefill(tmp_path):
+    trace = tmp_path / "t.json"
+    trace.write_text('{"traceEvents": [{"cat": "kernel", "name": "sparse_attn_fwd_kernel", "ts": 0, "dur": 1}]}')
+    with pytest.raises(serving.ServingError, match="not decode alone"):
+        decode_profile.kernels(trace)
+    trace.write_text('{"traceEvents": []}')
+    with pytest.raises(serving.ServingError, match="no kernels"):
+        decode_profile.kernels(trace)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<...>", "split"),
+        ("void smxx::decode::flash_fwd_mla_combine_kernel<cutlass::bfloat16_t, 512>", "combine"),
+        ("smxx::decode::get_mla_metadata_kernel(GetDecodeSchedMetaParams)", "metadata"),
+        ("void fused_k_norm_rope_flashmla<bf16>(P)", "A2 (window store)"),
+        ("void fused_norm_rope_flashmla<float>(P)", "A1 (compressed store)"),
+        ("void fused_norm_rope_indexer<float>(P)", "other"),
+        ("void deepseek_rope_kernel<true, true, long>(P)", "inverse rope"),
+        ("void sgl_dsv4::store_warp_per_token<float>(StoreParams)", "ours: store"),
+        ("void sgl_dsv4::(anonymous namespace)::combine_kernel<8>(CombineParams)", "ours: combine"),
+        ("sparse_decode_kernel", "ours: decode"),
+    ],
+)
+def test_group_of_a_kernel(kernel, group):
+    assert decode_profile.group_of(kernel) == group
+
+
+def test_difference_stops_at_the_first_other_token():
+    ours = check_serving.Answer((1, 2, 9, 4), (-1.0, -2.0, -3.0, -4.0))
+    theirs = check_serving.Answer((1, 2, 3, 4), (-1.0, -2.5, -9.0, -9.0))
+    met = check_serving.difference([(ours, theirs)])
+    assert met.agreement == 0.5
+    assert met.logprobs == [0.0, 0.5]
+
+
+def test_in_threads_raises_the_first_error_and_has_a_bound():
+    assert serving.in_threads([lambda: 1, lambda: 2]) == [1, 2]
+    with pytest.raises(ZeroDivisionError):
+        serving.in_threads([lambda: 1 / 0, lambda: 2])
+    with pytest.raises(serving.ServingError, match="did not end"):
+        serving.in_threads([lambda: time.sleep(2)], seconds=0.1)
+
+
+# ---- the end-to-end check
+
+
+def test_check_passes_on_equal_servers(port, tmp_path, capsys):
+    assert check(port, tmp_path, "abevcd") == 0
+    output = capsys.readouterr().out
+    assert "FAILED" not in output
+    for part in "aebvcd":
+        assert f"ok     ({part})" in output
+
+
+@pytest.mark.parametrize(
+    ("checks", "faults", "line"),
+    [
+        ("a", {"FAKE_ON": "store", "FAKE_SHIFT": "1e-7"}, "(a) store = stock, batch 1"),
+        ("e", {"FAKE_ON": "off", "FAKE_FLIP": "1"}, "(e) off = stock, batch 4"),
+        ("b", {"FAKE_ON": "all", "FAKE_SHIFT": "0.01"}, "(b) logprob differences, mean"),
+        ("b", {"FAKE_ON": "all", "FAKE_FLIP": "1"}, "(b) token agreement"),
+        ("a", {"FAKE_INACTIVE": "1"}, "(-) store: every hook active"),
+        ("v", {"FAKE_MISMATCH": "1"}, "(v) shadow mode"),
+        ("b", {"FAKE_NAN": "1"}, "(ab) all: finite logprobs"),
+        ("c", {"FAKE_FALLBACK": "1"}, "(c) no fallback"),
+        ("c", {"FAKE_EAGER": "1"}, "(c) decode in CUDA graphs"),
+        ("c", {"FAKE_NAN": "1"}, "logprobs with NaN"),
+        ("a", {"FAKE_ERROR": "1"}, "told to fail"),
+        ("a", {"FAKE_DIE": "1"}, "told to die"),
+    ],
+)
+def test_check_finds(port, tmp_path, monkeypatch, capsys, checks, faults, line):
+    for name, value in faults.items():
+        monkeypatch.setenv(name, value)
+    assert check(port, tmp_path, checks) == 1
+    output = capsys.readouterr().out
+    assert line in output.partition("\n\nFAILED")[2]  # the list of what failed
+
+
+def test_check_finds_a_worker_that_outlives_the_server(port, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_CHILD", "1")
+    monkeypatch.setattr(serving.Server, "wait_gone", lambda self, seconds, wait=serving.Server.wait_gone: wait(self, 1))
+    assert check(port, tmp_path, "d") == 1
+    assert "FAILED (d) kill -9: its processes end" in capsys.readouterr().out
