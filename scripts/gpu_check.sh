@@ -50,7 +50,7 @@ last_words() {
   case "$1" in
     build) grep -aE 'for |installing' "$log" | tail -1 ;;
     test_*) grep -aE '(passed|failed|error|skipped|no tests ran).* in [0-9.]+s' "$log" | tail -1 | sed 's/^=* *//; s/ *=*$//' ;;
-    memcheck_* | racecheck_*) grep -aE 'SUMMARY' "$log" | tail -1 | sed 's/^=* *//' ;;
+    memcheck_* | racecheck_* | initcheck_*) grep -aE 'SUMMARY' "$log" | tail -1 | sed 's/^=* *//' ;;
     bench_norm*) grep -a 'speed lines missed' "$log" ;;
     *) tail -n 1 "$log" ;;
   esac
@@ -120,6 +120,7 @@ if [ "$WHAT" = decode ] || [ "$WHAT" = all ]; then
   if [ -e "$ROOT/scripts/sanitize_decode.py" ]; then
     piece memcheck_decode sanitize memcheck sanitize_decode.py "_kernel"
     piece racecheck_decode sanitize racecheck sanitize_decode.py "_kernel"
+    piece initcheck_decode sanitize initcheck sanitize_decode.py "_kernel"
   fi
   for name in combine sparse_decode; do
     [ -e "$ROOT/benchmark/bench_$name.py" ] && piece "bench_$name" benchmark "$name"

@@ -37,11 +37,16 @@ def unsupported(main: Source, extra: Source | None) -> str | None:
     return None
 
 
-def _attention(q: torch.Tensor, main: Source, extra: Source | None, softmax_scale: float) -> tuple:
+def choose_block_heads(tokens: int, heads: int, num_splits: int) -> int:
+    """Heads that a block computes: 8, 16, 32 (keys as rows of the products) or 64 (heads as rows)."""
+    return min(heads, 64)
+
+
+def _attention(q: torch.Tensor, main: Source, extra: Source | None, softmax_scale: float, num_splits: int) -> tuple:
     """The leading arguments of both ops."""
     tail = (None, None, None) if extra is None else (extra.cache, extra.indices, extra.length)
     pages = (main.page_size, 1 if extra is None else extra.page_size)
-    return (q, main.cache, main.indices, main.length, *tail, *pages, softmax_scale)
+    return (q, main.cache, main.indices, main.length, *tail, *pages, softmax_scale, choose_block_heads(*q.shape[:2], num_splits))
 
 
 def launch(
@@ -57,7 +62,7 @@ def launch(
     Args:
         epilogue: attn_sink, freqs_cis, positions, code of the output. result: out, lse, scales, amax.
     """
-    attention = _attention(q, main, extra, softmax_scale)
+    attention = _attention(q, main, extra, softmax_scale, 1)
     torch.ops.sgl_dsv4_kernels.sparse_decode_sm90(*attention, *epilogue, settings.pdl, *result)
 
 
@@ -72,5 +77,5 @@ def launch_partial(
     fill_empty: bool,
 ) -> None:
     """Partials of every split: o_accum [S, T, h, 512], lse_accum [S, T, h]. Shapes are checked by the caller."""
-    attention = _attention(q, main, extra, softmax_scale)
+    attention = _attention(q, main, extra, softmax_scale, o_accum.shape[0])
     torch.ops.sgl_dsv4_kernels.sparse_decode_partial_sm90(*attention, fill_empty, settings.pdl, o_accum, lse_accum)

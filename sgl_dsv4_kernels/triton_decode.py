@@ -218,8 +218,8 @@ def sparse_decode_kernel(
     q2 = load_bf16(q_row + (384 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
     q3 = load_bf16(q_row + (448 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
 
-    unit = tl.full([BLOCK_H], float("-inf"), tl.float32)  # total and O are in units of 2^unit
-    top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # the largest score so far
+    unit = tl.full([BLOCK_H], float("-inf"), tl.float32)  # O is in units of 2^unit
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # the largest score so far; total is in units of 2^top
     total = tl.zeros([BLOCK_H], tl.float32)
     o0 = tl.zeros([BLOCK_H, 256], tl.float32)
     o1 = tl.zeros([BLOCK_H, 128], tl.float32)
@@ -269,18 +269,21 @@ def sparse_decode_kernel(
         s = tl.dot(q3, tl.trans(k3), s)
         s = tl.where(valid[None, :], s * scale_log2, float("-inf"))
 
-        # Online softmax in the unit 2^(maximum of this step), or 2^(top - UNIT_RANGE) if that is larger. With the
-        # running maximum as the unit, the rounding of the weights to bf16 would hang on the keys that the split had
-        # before. So it hangs on the step alone, and any number of splits gives the same result. Without a key so far
-        # the unit is -inf; 0 stands in, as -inf - -inf would be NaN.
+        # Online softmax. O is in units of 2^(maximum of this step), or 2^(top - UNIT_RANGE) if that is larger: with the
+        # running maximum as its unit, the rounding of the weights to bf16 would hang on the keys that the split had
+        # before; so it hangs on the step alone, and any number of splits gives the same result. The sum is in units of
+        # 2^top, which seldom changes: the errors of a factor a step would add up in the LSE. Without a key so far both
+        # units are -inf; 0 stands in, as -inf - -inf would be NaN.
         step_most = tl.max(s, 1)
         new_unit = tl.maximum(step_most, top - UNIT_RANGE)
-        top = tl.maximum(top, step_most)
-        base = tl.where(new_unit == float("-inf"), 0.0, new_unit)
-        decay = tl.exp2(unit - base)
-        p = tl.exp2(s - base[:, None])
-        total = total * decay + tl.sum(p, 1)
+        new_top = tl.maximum(top, step_most)
+        unit_base = tl.where(new_unit == float("-inf"), 0.0, new_unit)
+        top_base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        decay = tl.exp2(unit - unit_base)
+        p = tl.exp2(s - unit_base[:, None])
+        total = total * tl.exp2(top - top_base) + tl.sum(p, 1) * tl.exp2(unit_base - top_base)
         unit = new_unit
+        top = new_top
 
         # O = P V.
         weights = round_to_bf16(p, INTERPRET)
@@ -289,7 +292,7 @@ def sparse_decode_kernel(
         o2 = tl.dot(weights, k2, o2 * decay[:, None])
         o3 = tl.dot(weights, k3, o3 * decay[:, None])
 
-    inverse = (1.0 / tl.where(total == 0, 1.0, total))[:, None]
+    inverse = tl.where(total == 0, 1.0, tl.exp2(unit - top) / total)[:, None]
     o0 = o0 * inverse
     o1 = o1 * inverse
     o2 = o2 * inverse
@@ -298,7 +301,7 @@ def sparse_decode_kernel(
     out_row = out_row + heads[:, None] * stride_out_head
     if PARTIAL:
         empty = total == 0
-        tl.store(lse_at, tl.where(empty, float("-inf"), unit + tl.log2(tl.where(empty, 1.0, total))), mask=head_ok)
+        tl.store(lse_at, tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total))), mask=head_ok)
         store = head_ok[:, None]
         tl.store(out_row + tl.arange(0, 256)[None, :], o0, mask=store)
         tl.store(out_row + (256 + tl.arange(0, 128)[None, :]), o1, mask=store)
@@ -309,7 +312,7 @@ def sparse_decode_kernel(
         if HAS_ROPE:
             position = tl.load(positions_ptr + token * stride_positions).to(tl.int64)
         finish_row(
-            o0, o1, o2, o3, unit, total, sink_ptr, freqs_ptr, position, num_freqs, stride_freqs, out_row, lse_at,
+            o0, o1, o2, o3, top, total, sink_ptr, freqs_ptr, position, num_freqs, stride_freqs, out_row, lse_at,
             scales_ptr + token * stride_scales_token, amax_ptr + token * stride_amax_token + heads * stride_amax_head,
             heads, head_ok, stride_scales_column,
             BLOCK_H, OUTPUT, HAS_SINK, HAS_ROPE, HAS_AMAX, INTERPRET,

@@ -65,7 +65,7 @@ sm90::Source make_source(bool extra, const Tensor& cache, const Tensor& indices,
 sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tensor& indices,
                                const OptionalTensor& topk_length, const OptionalTensor& extra_cache,
                                const OptionalTensor& extra_indices, const OptionalTensor& extra_topk_length,
-                               int64_t page_size, int64_t extra_page_size, double softmax_scale) {
+                               int64_t page_size, int64_t extra_page_size, double softmax_scale, int64_t block_heads) {
   const int32_t device = q.get_device_index();
   check_cuda_device("q", q, device);
   check_shape("q", q, {kAny, kAny, kHeadDim});
@@ -85,6 +85,9 @@ sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tenso
   p.num_tokens = static_cast<int32_t>(tokens);
   p.num_heads = static_cast<int32_t>(heads);
   p.num_splits = 1;
+  check(block_heads == 8 || block_heads == 16 || block_heads == 32 || block_heads == 64,
+        "block_heads: expected 8, 16, 32 or 64, got ", block_heads);
+  p.block_heads = static_cast<int32_t>(block_heads);
   p.q_is_aligned = is_multiple(q.data_ptr(), kVectorBytes) && q.stride(0) % 8 == 0 && q.stride(1) % 8 == 0;
   p.stride_q_token = q.stride(0);
   p.stride_q_head = q.stride(1);
@@ -102,11 +105,11 @@ void launch(const char* op, const sm90::DecodeParams& p, int32_t device, bool pd
 
 void sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor topk_length, OptionalTensor extra_cache,
                         OptionalTensor extra_indices, OptionalTensor extra_topk_length, int64_t page_size,
-                        int64_t extra_page_size, double softmax_scale, OptionalTensor attn_sink,
+                        int64_t extra_page_size, double softmax_scale, int64_t block_heads, OptionalTensor attn_sink,
                         OptionalTensor freqs_cis, OptionalTensor positions, int64_t output, bool pdl, Tensor out,
                         Tensor lse, OptionalTensor scales, OptionalTensor amax) {
   sm90::DecodeParams p = make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length,
-                                     page_size, extra_page_size, softmax_scale);
+                                     page_size, extra_page_size, softmax_scale, block_heads);
   const RowsAndHeads n = {q.size(0), q.size(1), q.get_device_index()};
   fill_epilogue(attn_sink, freqs_cis, positions, output, out, lse, scales, amax, n, &p.finish);
   launch("sparse_decode_sm90", p, n.device, pdl);
@@ -115,9 +118,9 @@ void sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor t
 void sparse_decode_partial_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor topk_length,
                                 OptionalTensor extra_cache, OptionalTensor extra_indices,
                                 OptionalTensor extra_topk_length, int64_t page_size, int64_t extra_page_size,
-                                double softmax_scale, bool fill_empty, bool pdl, Tensor o_accum, Tensor lse_accum) {
+                                double softmax_scale, int64_t block_heads, bool fill_empty, bool pdl, Tensor o_accum, Tensor lse_accum) {
   sm90::DecodeParams p = make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length,
-                                     page_size, extra_page_size, softmax_scale);
+                                     page_size, extra_page_size, softmax_scale, block_heads);
   const int32_t device = q.get_device_index();
   check_cuda_device("o_accum", o_accum, device);
   check_shape("o_accum", o_accum, {kAny, q.size(0), q.size(1), kHeadDim});

@@ -1,9 +1,10 @@
 """A stand-in for SGLang's server, for tests of what drives servers: the same endpoints, no model.
 
 Faults come from the environment: FAKE_DIE=1 (ends at start), FAKE_HANG=1 (never ready), FAKE_ERROR=1 (each generation
-fails), FAKE_ERROR_BATCH=n (those of n prompts do), FAKE_NAN=1 (NaN logprobs), FAKE_CHILD=1 (a worker outlives a kill -9), and such log lines: FAKE_FALLBACK=1,
-FAKE_EAGER=1, FAKE_INACTIVE=1, FAKE_MISMATCH=1. Of the servers whose SGL_DSV4_KERNELS is in FAKE_ON: FAKE_SHIFT=x (added
-to logprobs), FAKE_FLIP=1 (other tokens), FAKE_SCALE=x (time of a token).
+fails), FAKE_ERROR_BATCH=n (those of n prompts do), FAKE_NAN=1 (NaN logprobs), FAKE_CHILD=1 (a worker outlives a kill
+-9), and such log lines: FAKE_FALLBACK=1, FAKE_EAGER=1, FAKE_INACTIVE=1, FAKE_MISMATCH=1. Of the servers whose
+SGL_DSV4_KERNELS is in FAKE_ON: FAKE_SHIFT=x (added to logprobs), FAKE_FLIP=1 (other tokens), FAKE_SCALE=x (time of a
+token).
 """
 
 from __future__ import annotations

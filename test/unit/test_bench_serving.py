@@ -165,6 +165,7 @@ def test_profile_refuses_a_trace_with_a_prefill(tmp_path):
         ("void sgl_dsv4::store_warp_per_token<float>(StoreParams)", "ours: store"),
         ("void sgl_dsv4::(anonymous namespace)::combine_kernel<8>(CombineParams)", "ours: combine"),
         ("sparse_decode_kernel", "ours: decode"),
+        ("void sgl_dsv4::sm90::sparse_decode_kernel<8>(DecodeParams)", "ours: decode"),
     ],
 )
 def test_group_of_a_kernel(kernel, group):

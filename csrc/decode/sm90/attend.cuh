@@ -4,16 +4,13 @@
 // these, as bf16, and the rows' decay into shared memory; then each adds its half of the channels to its half of O.
 // P and decay have two buffers: what is written for tile i + 2 replaces what both have read for tile i before they met
 // for tile i + 1.
-//
-// Weights are powers of 2 relative to the unit of their tile: the row's largest score in the tile. So a tile's weights,
-// and how bf16 rounds them, do not depend on how keys are cut into splits. A tile whose scores all lie more than
-// kUnitRange below the largest so far is measured against that largest instead, which bounds the sums.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "common/ptx.cuh"
+#include "decode/sm90/consume.cuh"
 #include "decode/sm90/output.cuh"
 #include "decode/sm90/wgmma.cuh"
 #include "decode/sm90/work.cuh"
@@ -25,17 +22,6 @@ inline constexpr int kHalfChannels = kHeadDim / 2;
 inline constexpr int kQuarterChannels = kHeadDim / 4;
 inline constexpr int kQuarterRegs = kQuarterChannels / 2;
 
-// A thread's place in an accumulator (wgmma.cuh).
-struct Place {
-  int row;     // the upper of its two rows, the other is 8 below
-  int column;  // first of its two columns in a group of 8
-};
-
-__device__ __forceinline__ Place my_place() {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-  return {thread / 32 * 16 + thread % 32 / 4, thread % 4 * 2};
-}
-
 // Maximum or sum over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
@@ -44,40 +30,6 @@ __device__ __forceinline__ float row_max(float x) {
 __device__ __forceinline__ float row_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-inline constexpr float kUnitRange = 16.0f;
-
-// ---- Q ----
-
-// The block's heads into shared memory, by both warpgroups: starts the copies.
-__device__ __forceinline__ void load_q(const DecodeParams& p, const Work& w, SharedMemory& shared) {
-  const uint16_t* rows = static_cast<const uint16_t*>(p.q) + w.token * p.stride_q_token + w.first_head * p.stride_q_head;
-  const uint32_t q_at = ptx::shared_address(shared.q);
-  constexpr int kVectors = kHeadDim / 8;  // of 16 bytes, a row
-  constexpr int kStep = kConsumerThreads / kVectors;
-  const int first = static_cast<int>(threadIdx.x) / kVectors;
-  const int channel = static_cast<int>(threadIdx.x) % kVectors * 8;
-  if (p.q_is_aligned) {
-#pragma unroll
-    for (int head = first; head < first + kTileHeads; head += kStep) {
-      const bool wanted = head < w.heads;
-      ptx::cp_async_16_if(wanted, q_at + tile_offset(head, channel), rows + (wanted ? head : 0) * p.stride_q_head + channel);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int head = first; head < kTileHeads; head += kStep) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (head < w.heads) {
-      const uint16_t* values = rows + head * p.stride_q_head + channel;
-      v.x = values[0] | static_cast<uint32_t>(values[1]) << 16;
-      v.y = values[2] | static_cast<uint32_t>(values[3]) << 16;
-      v.z = values[4] | static_cast<uint32_t>(values[5]) << 16;
-      v.w = values[6] | static_cast<uint32_t>(values[7]) << 16;
-    }
-    ptx::st_shared(q_at + tile_offset(head, channel), v);
-  }
 }
 
 // ---- scores and weights ----
@@ -217,16 +169,12 @@ __device__ __forceinline__ void stage_results(const Half& o, const Place& place,
 
 // ---- the two roles ----
 
-__device__ __forceinline__ void consumers_meet() {
-  ptx::bar_sync(kConsumersMeet, kConsumerThreads);
-}
-
 // Leaves the results, of this warpgroup's half of the channels, in shared memory.
 template <int kHalf>
 __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, SharedMemory& shared) {
   const Place place = my_place();
   const bool elected = threadIdx.x % 32 == 0;
-  load_q(p, w, shared);
+  load_q<kTileHeads>(p, w, ptx::shared_address(shared.q));
   if (kHalf == 1 && p.o_accum == nullptr)
     load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) - kWarpgroupThreads, shared.sink, shared.rotation);
   ptx::cp_async_wait();

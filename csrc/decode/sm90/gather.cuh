@@ -72,6 +72,43 @@ __device__ __forceinline__ int load_slot(const DecodeParams& p, const Work& w, i
   return at < keys.end ? source.indices[w.token * source.stride_indices + at] : -1;
 }
 
+// The indices of a thread's key in the block's first two tiles, if all lengths are full: loaded beside the lengths instead
+// of after them. Nothing depends on an entry past the length.
+struct Guess {
+  KeyBlock keys[2];
+  int slot[2];
+};
+
+__device__ __forceinline__ int gather_key() {
+  return (static_cast<int>(threadIdx.x) - kConsumerThreads) / kLanesPerKey;
+}
+
+__device__ __forceinline__ Guess guess_slots(const DecodeParams& p, const Part& part) {
+  const int width = p.source[0].width, extra_width = p.source[1].width;
+  const RowBlocks row = row_blocks(width, width, extra_width, extra_width);
+  const BlockRange range = split_range(row.blocks, part.split, p.num_splits);
+  Guess guess;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    guess.keys[i] = key_block(row, range.begin + i);
+    guess.slot[i] = -1;
+    const int at = guess.keys[i].begin + gather_key();
+    const Source& source = p.source[guess.keys[i].extra];
+    if (range.begin + i < range.end && at < guess.keys[i].end)
+      guess.slot[i] = source.indices[part.token * source.stride_indices + at];
+  }
+  return guess;
+}
+
+// Index of key `key` of the block's first (i = 0) or second tile.
+__device__ __forceinline__ int first_slot(const DecodeParams& p, const Work& w, const Guess& guess, int i, int key) {
+  const int tile = w.range.begin + i;
+  if (tile >= w.range.end) return -1;
+  const KeyBlock keys = key_block(w.row, tile);
+  if (keys.extra != guess.keys[i].extra || keys.begin != guess.keys[i].begin) return load_slot(p, w, tile, key);
+  return keys.begin + key < keys.end ? guess.slot[i] : -1;
+}
+
 __device__ __forceinline__ Row locate(const DecodeParams& p, const Work& w, int tile, int slot) {
   const Source& source = p.source[tile >= w.row.main_blocks];
   const bool attended = static_cast<uint32_t>(slot) < source.num_slots;
@@ -92,11 +129,12 @@ __device__ __forceinline__ void multiply_shared(uint32_t address, uint32_t facto
   ptx::st_shared(address, times(v, factor));
 }
 
-__device__ __forceinline__ void gather(const DecodeParams& p, const Work& w, SharedMemory& shared) {
+template <typename Shared>
+__device__ __forceinline__ void gather(const DecodeParams& p, const Work& w, const Guess& guess, Shared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = (static_cast<int>(threadIdx.x) - kConsumerThreads) / 32;
   const int part = lane % kLanesPerKey;
-  const int key = warp * kKeysPerWarp + lane / kLanesPerKey;
+  const int key = gather_key();
 
   // Within a channel block a lane fills two neighbouring 16-byte chunks from its 16 codes, and one from each load of the
   // RoPE part. Odd rows take the two halves of the RoPE part in the other order, so that the 8 lanes of a store phase,
@@ -115,8 +153,8 @@ __device__ __forceinline__ void gather(const DecodeParams& p, const Work& w, Sha
   };
 
   // First tile.
-  int next_slot = load_slot(p, w, w.range.begin + 1, key);
-  const Row first = locate(p, w, w.range.begin, load_slot(p, w, w.range.begin, key));
+  int next_slot = first_slot(p, w, guess, 1, key);
+  const Row first = locate(p, w, w.range.begin, first_slot(p, w, guess, 0, key));
   bool attended = first.attended;
   uint2 scales = ld_scales_if(attended, first.scales);
   uint4 raw[kChunks];

@@ -29,11 +29,34 @@ SGL_DSV4_HOST_DEVICE constexpr int tile_offset(int row, int channel) {
   return channel / kBlockChannels * kBlockBytes + row * kRowBytes + (chunk ^ row % 8) * 16 + channel % 8 * 2;
 }
 
+// With few heads Q has fewer rows: byte offset of (head, channel) in a block of `heads` rows, a multiple of 8.
+SGL_DSV4_HOST_DEVICE constexpr int q_offset(int head, int channel, int heads) {
+  const int chunk = channel % kBlockChannels / 8;
+  return channel / kBlockChannels * heads * kRowBytes + head * kRowBytes + (chunk ^ head % 8) * 16 + channel % 8 * 2;
+}
+
+// With few heads weights are stored key by key: groups of 8 keys x 8 heads are 128 consecutive bytes, 16 a key. All
+// groups of a tile's 64 keys follow each other, then those of the next 8 heads.
+inline constexpr int kWeightGroupBytes = 8 * 16;
+SGL_DSV4_HOST_DEVICE constexpr int weight_offset(int key, int head) {
+  return (head / 8 * (kTileKeys / 8) + key / 8) * kWeightGroupBytes + key % 8 * 16 + head % 8 * 2;
+}
+
 // PTX ISA, "matrix descriptor": start address, leading and stride byte offsets in units of 16 bytes, swizzle mode 1 (128
 // bytes). Stride: between groups of 8 rows. Leading: between channel blocks, used only by an operand that is read across.
 SGL_DSV4_HOST_DEVICE constexpr uint64_t operand_descriptor(uint32_t address) {
   return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kBlockBytes >> 4) << 16 |
          static_cast<uint64_t>(kGroupBytes >> 4) << 32 | static_cast<uint64_t>(1) << 62;
+}
+// The same without swizzle, for weights of few heads (weight_offset): leading byte offset between groups of 8 keys, stride
+// byte offset between groups of 8 heads.
+SGL_DSV4_HOST_DEVICE constexpr uint64_t weight_descriptor(uint32_t address) {
+#ifdef SGL_DSV4_SWAP
+  return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kWeightGroupBytes >> 4) << 32 |
+         static_cast<uint64_t>(kWeightGroupBytes * kTileKeys / 8 >> 4) << 16;
+#endif
+  return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kWeightGroupBytes >> 4) << 16 |
+         static_cast<uint64_t>(kWeightGroupBytes * kTileKeys / 8 >> 4) << 32;
 }
 // What moves a descriptor by `bytes`. Within 128 bytes of a row the swizzle is applied to the moved address.
 SGL_DSV4_HOST_DEVICE constexpr uint64_t descriptor_step(int bytes) {
@@ -59,5 +82,26 @@ struct alignas(1024) SharedMemory {
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + 2 * kBlockBytes);
+
+// The same for few heads, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four pairs of
+// heads.
+inline constexpr int kFewResultPitch = kHeadDim + 4;
+
+template <int kHeads>
+struct alignas(1024) FewHeadsSharedMemory {
+  uint8_t keys[kStages][kTileBytes];
+  uint8_t q[kHeads * kHeadDim * 2];
+  uint8_t weights[2][kHeads * kTileKeys * 2];
+  float decay[2][kHeads];
+  float warp_values[4][kHeads];  // maxima of a tile, at the end sums, of each warp's keys
+  float unit[kHeads];
+  float total[kHeads];
+  float sink[kHeads];
+  float rotation[kRopeDim];
+  uint32_t attended[kStages][kTileKeys / 8];
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+};
+static_assert(sizeof(FewHeadsSharedMemory<32>) <= 227 * 1024);
 
 }  // namespace sgl_dsv4::sm90

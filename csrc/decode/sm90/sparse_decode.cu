@@ -23,6 +23,7 @@
 #include "common/launch.h"
 #include "common/ptx.cuh"
 #include "decode/sm90/attend.cuh"
+#include "decode/sm90/few_heads.cuh"
 #include "decode/sm90/gather.cuh"
 #include "decode/sm90/output.cuh"
 #include "decode/sm90/sparse_decode.h"
@@ -30,9 +31,11 @@
 namespace sgl_dsv4::sm90 {
 namespace {
 
-__global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ DecodeParams p) {
-  extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  SharedMemory& shared = *reinterpret_cast<SharedMemory*>(shared_bytes);
+// ---- what both kernels do before and after their roles ----
+
+// Barriers, then the previous kernel's end, then which tiles to attend to.
+template <typename Shared>
+__device__ __forceinline__ Work begin(const DecodeParams& p, int block_heads, Shared& shared, Guess& guess) {
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -43,13 +46,41 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid
   }
   __syncthreads();
   ptx::griddepcontrol_wait();
-  const Work w = my_work(p, my_part(p));
+  const Part part = my_part(p, block_heads);
+  if (threadIdx.x >= kConsumerThreads) guess = guess_slots(p, part);
+  return my_work(p, part);
+}
+
+template <typename Shared>
+__device__ __forceinline__ void write_results(const DecodeParams& p, int block_heads, int pitch, const Shared& shared) {
+  __syncthreads();
+  const Part part = my_part(p, block_heads);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const float* results = reinterpret_cast<const float*>(shared.keys);
+  if (p.o_accum != nullptr) {
+    write_partials(p, part, results, pitch, shared.unit, shared.total, warp, kThreads / 32);
+  } else {
+    write_outputs(p.finish, part, results, pitch, shared.unit, shared.total, shared.sink, shared.rotation, warp,
+                  kThreads / 32);
+  }
+}
+
+__device__ __forceinline__ int my_warpgroup() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+}
+
+// ---- 64 heads a block ----
+
+__global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  SharedMemory& shared = *reinterpret_cast<SharedMemory*>(shared_bytes);
+  Guess guess;
+  const Work w = begin(p, kTileHeads, shared, guess);
   if (w.range.empty()) {
     write_empty(p, w, static_cast<int>(threadIdx.x) / 32, kThreads / 32);
     return;
   }
-
-  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  const int warpgroup = my_warpgroup();
   if (warpgroup == 0) {
     ptx::setmaxnreg_inc<kScoreRegisters>();
     attend<0>(p, w, shared);
@@ -60,20 +91,53 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid
     ptx::setmaxnreg_dec<kOutputRegisters>();
   } else {
     ptx::setmaxnreg_dec<kGatherRegisters>();
-    gather(p, w, shared);
+    gather(p, w, guess, shared);
     ptx::setmaxnreg_inc<kOutputRegisters>();
   }
-  __syncthreads();
-  const Part part = my_part(p);
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const float* results = reinterpret_cast<const float*>(shared.keys);
-  if (p.o_accum != nullptr) {
-    write_partials(p, part, results, kResultPitch, shared.unit, shared.total, warp, kThreads / 32);
-  } else {
-    write_outputs(p.finish, part, results, kResultPitch, shared.unit, shared.total, shared.sink, shared.rotation, warp,
-                  kThreads / 32);
-  }
+  write_results(p, kTileHeads, kResultPitch, shared);
 }
+
+// ---- 8, 16 or 32 heads a block ----
+
+template <int kHeads>
+__global__ void __launch_bounds__(kThreads, 1) few_heads_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<FewHeadsSharedMemory<kHeads>*>(shared_bytes);
+  Guess guess;
+  const Work w = begin(p, kHeads, shared, guess);
+  if (w.range.empty()) {
+    write_empty(p, w, static_cast<int>(threadIdx.x) / 32, kThreads / 32);
+    return;
+  }
+  const int warpgroup = my_warpgroup();
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_inc<kFewScoreRegisters>();
+    FewHeads<kHeads>::template attend<0>(p, w, shared);
+    ptx::setmaxnreg_dec<kFewGatherRegisters>();
+  } else if (warpgroup == 1) {
+    FewHeads<kHeads>::template attend<1>(p, w, shared);
+    ptx::setmaxnreg_dec<kFewGatherRegisters>();
+  } else {
+    ptx::setmaxnreg_dec<kFewGatherRegisters>();
+    gather(p, w, guess, shared);
+  }
+  write_results(p, kHeads, kFewResultPitch, shared);
+}
+
+// ---- host ----
+
+struct Variant {
+  int block_heads;
+  void (*kernel)(DecodeParams);
+  size_t shared_bytes;
+};
+
+constexpr Variant kVariants[] = {
+    {8, few_heads_kernel<8>, sizeof(FewHeadsSharedMemory<8>)},
+    {16, few_heads_kernel<16>, sizeof(FewHeadsSharedMemory<16>)},
+    {32, few_heads_kernel<32>, sizeof(FewHeadsSharedMemory<32>)},
+    {kTileHeads, sparse_decode_kernel, sizeof(SharedMemory)},
+};
 
 }  // namespace
 
@@ -82,22 +146,28 @@ cudaError_t sparse_decode_device_code() {
   int device = 0;
   if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
   if (device < kMaxDevices && loaded[device].load(std::memory_order_relaxed)) return cudaSuccess;
-  if (cudaError_t err = cudaFuncSetAttribute(sparse_decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(sizeof(SharedMemory)));
-      err != cudaSuccess)
-    return err;
+  for (const Variant& v : kVariants) {
+    if (cudaError_t err = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               static_cast<int>(v.shared_bytes));
+        err != cudaSuccess)
+      return err;
+  }
   if (device < kMaxDevices) loaded[device].store(true, std::memory_order_relaxed);
   return cudaSuccess;
 }
 
 cudaError_t launch_sparse_decode(const DecodeParams& p, bool pdl, cudaStream_t stream) {
   if (p.num_tokens == 0) return cudaSuccess;
-  const int64_t groups = (p.num_heads + kTileHeads - 1) / kTileHeads;
-  const int64_t blocks = groups * p.num_splits * p.num_tokens;
-  if (p.num_heads < 1 || p.num_splits < 1 || (p.o_accum == nullptr && p.num_splits != 1) || blocks > INT32_MAX) return cudaErrorInvalidValue;
+  if (p.num_heads < 1 || p.num_splits < 1 || (p.o_accum == nullptr && p.num_splits != 1)) return cudaErrorInvalidValue;
   if (cudaError_t err = sparse_decode_device_code(); err != cudaSuccess) return err;
-  return launch_kernel(sparse_decode_kernel, dim3(static_cast<uint32_t>(blocks)), dim3(kThreads), sizeof(SharedMemory),
-                       pdl, stream, p);
+  for (const Variant& v : kVariants) {
+    if (v.block_heads != p.block_heads) continue;
+    const int64_t groups = (p.num_heads + v.block_heads - 1) / v.block_heads;
+    const int64_t blocks = groups * p.num_splits * p.num_tokens;
+    if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+    return launch_kernel(v.kernel, dim3(static_cast<uint32_t>(blocks)), dim3(kThreads), v.shared_bytes, pdl, stream, p);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace sgl_dsv4::sm90

@@ -52,6 +52,7 @@ struct DecodeParams {
   float* lse_accum;   // [S, T, h]
   float scale_log2;   // softmax_scale * log2(e)
   int32_t num_tokens, num_heads, num_splits;
+  int32_t block_heads;  // heads a block: 8, 16, 32 or 64
   bool q_is_aligned;  // rows of q start at multiples of 16 bytes
   bool fill_empty;    // write O = 0 for an empty split
   int64_t stride_q_token, stride_q_head;

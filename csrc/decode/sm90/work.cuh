@@ -18,14 +18,20 @@ inline constexpr int kGatherRegisters = 72;
 inline constexpr int kOutputRegisters = 80;  // of all, at the end
 static_assert(kScoreRegisters + kValueRegisters + 2 * kGatherRegisters <= 4 * (65536 / kThreads));
 
-enum NamedBarrier : int { kConsumersMeet = 1 };
+// With few heads O is small.
+inline constexpr int kFewScoreRegisters = 160;
+inline constexpr int kFewValueRegisters = 128;
+inline constexpr int kFewGatherRegisters = 104;
+static_assert(kFewScoreRegisters + kFewValueRegisters + 2 * kFewGatherRegisters <= 4 * (65536 / kThreads));
+
+enum NamedBarrier : int { kConsumersMeet = 1, kScoresMeet = 2 };
 
 // Rows, heads and split of a block.
 struct Part {
   int64_t token;
   int split;
   int first_head;
-  int heads;  // 1 to kTileHeads
+  int heads;  // at least 1
 };
 
 // The same, and its tiles.
@@ -41,16 +47,17 @@ __device__ __forceinline__ uint32_t block_index() {
   return index;
 }
 
-__device__ __forceinline__ Part my_part(const DecodeParams& p) {
+// `block_heads`: heads a block, but for the last of a row.
+__device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) {
   const uint32_t block = block_index();
-  const uint32_t groups = static_cast<uint32_t>(p.num_heads + kTileHeads - 1) / kTileHeads;
+  const uint32_t groups = static_cast<uint32_t>(p.num_heads + block_heads - 1) / block_heads;
   const uint32_t group = block % groups;
   const uint32_t rest = block / groups;
   Part part;
   part.split = static_cast<int>(rest % static_cast<uint32_t>(p.num_splits));
   part.token = rest / static_cast<uint32_t>(p.num_splits);
-  part.first_head = static_cast<int>(group) * kTileHeads;
-  part.heads = min(kTileHeads, p.num_heads - part.first_head);
+  part.first_head = static_cast<int>(group) * block_heads;
+  part.heads = min(block_heads, p.num_heads - part.first_head);
   return part;
 }
 
