@@ -13,8 +13,8 @@ from sgl_dsv4_kernels.reference import decode as reference
 from sgl_dsv4_kernels.reference.decode import Source
 
 OUTPUT_BOUND = 0.0024
-"""Bound of `relative_error` whatever the inputs: the result and the softmax weights are rounded to bf16 once each, which
-is 0.00166 each for log-uniform mantissas, 0.00235 together. FlashMLA has 0.0017 to 0.0022 on an H200;
+"""Bound of `relative_error` for any inputs: the result and the softmax weights are rounded to bf16 once each, which is
+0.00166 each for log-uniform mantissas, 0.00235 together. FlashMLA has 0.0017 to 0.0022 on an H200;
 test/gpu/test_decode_gpu.py compares with it on the same inputs."""
 
 NAN_BYTE = 0xFF
