@@ -16,7 +16,7 @@ import triton.language as tl
 
 from sgl_dsv4_kernels.layout import CacheLayout
 from sgl_dsv4_kernels.split_partition import SPLIT_BLOCK_KEYS
-from sgl_dsv4_kernels.triton_epilogue import as_float, finish_row, load_bf16, round_to_bf16
+from sgl_dsv4_kernels.triton_epilogue import as_float, finish_row, load_bf16, log2_lse, round_to_bf16
 
 GRAIN = tl.constexpr(SPLIT_BLOCK_KEYS)
 V4 = tl.constexpr(CacheLayout.V4.code)
@@ -301,7 +301,7 @@ def sparse_decode_kernel(
     out_row = out_row + heads[:, None] * stride_out_head
     if PARTIAL:
         empty = total == 0
-        tl.store(lse_at, tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total))), mask=head_ok)
+        tl.store(lse_at, tl.where(empty, float("-inf"), log2_lse(top, tl.where(empty, 1.0, total))), mask=head_ok)
         store = head_ok[:, None]
         tl.store(out_row + tl.arange(0, 256)[None, :], o0, mask=store)
         tl.store(out_row + (256 + tl.arange(0, 128)[None, :]), o1, mask=store)

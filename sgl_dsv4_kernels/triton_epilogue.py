@@ -75,9 +75,27 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def exponent_and_log2(x):
+    """log2 of a positive x as a whole number and the log2 of a number in [1, 2). The GPU's logarithm has a relative error
+    of 2^-22: taken of a sum of thousands it would be off by 3e-6."""
+    bits = as_bits(x)
+    exponent = (bits >> 23).to(tl.int32) - 127
+    return exponent.to(tl.float32), tl.log2(as_float((bits & 0x7FFFFF) | 0x3F800000))
+
+
+@triton.jit
+def log2_lse(most, total):
+    """Row maximum (log2) and sum of 2^(score - maximum) to a log2 LSE. A NaN stays one."""
+    exponent, rest = exponent_and_log2(total)
+    return most + tl.where(total == total, exponent + rest, total)
+
+
+@triton.jit
 def natural_lse(most, total):
     """Row maximum (log2) and sum of 2^(score - maximum) to a natural-log LSE; ln 2 in two parts."""
-    return tl.fma(most, LN_2_HIGH, tl.fma(most, LN_2_LOW, tl.log(total)))
+    exponent, rest = exponent_and_log2(total)
+    log = tl.where(total == total, tl.fma(exponent, LN_2_HIGH, rest * LN_2_HIGH), total)
+    return tl.fma(most, LN_2_HIGH, tl.fma(most, LN_2_LOW, log))
 
 
 @triton.jit
