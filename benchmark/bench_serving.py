@@ -14,7 +14,10 @@ prompts that lie in the prefix cache:
 - TTFT (--ttft): time to the first streamed token of prompts that are new to the cache, median over requests.
 
 Then a profile of decode steps by kernel group (--profile), in NAME_profile.csv beside the CSV; it needs servers on this
-machine. Both servers must allow max(concurrency) requests of CTX + GEN + 600 tokens at once (--max-running-requests,
+machine. "replaced" there is the sum of this package's kernels and those that it can replace (q norm and RoPE only with
+SGL_DSV4_KERNELS=all,fused); with tensor parallelism all is rank 0's.
+
+Both servers must allow max(concurrency) requests of CTX + GEN + 600 tokens at once (--max-running-requests,
 --cuda-graph-max-bs-decode, --max-total-tokens), and a server profiles its memory while the other one fills the GPU: set
 --mem-fraction-static so that it holds both.
 """
@@ -41,6 +44,7 @@ from serving import (
     ServingError,
     exit_on_sigterm,
     in_threads,
+    model_config,
     random_prompt,
     start_all,
     stop_all,
@@ -138,12 +142,14 @@ def profile(clients: dict[str, Client], prompts, args: argparse.Namespace, folde
         print(f"{side}, concurrency {len(prompts)}: us a step, launches a step, kernel", file=sys.stderr)
         for name, us, launches in decode_profile.ranking(events, args.profile_steps, args.profile_top):
             print(f"  {us:8.1f} {launches:6.1f}  {name[:110]}", file=sys.stderr)
-    return [
-        {"concurrency": len(prompts), "group": group}
-        | {f"{side}_us_per_step": round(tables[side][group][0], 2) for side in SIDES}
-        | {f"{side}_launches_per_step": round(tables[side][group][1], 2) for side in SIDES}
-        for group in tables["stock"]
-    ]
+    rows = []
+    for group, (stock_us, _) in tables["stock"].items():
+        row: dict[str, object] = {"concurrency": len(prompts), "group": group}
+        row |= {f"{side}_us_per_step": round(tables[side][group][0], 2) for side in SIDES}
+        row["us_ratio"] = round(tables["patched"][group][0] / stock_us, 4) if stock_us else ""
+        row |= {f"{side}_launches_per_step": round(tables[side][group][1], 2) for side in SIDES}
+        rows.append(row)
+    return rows
 
 
 def print_table(rows: Sequence[dict[str, object]], columns: dict[str, str]) -> None:
@@ -200,8 +206,10 @@ def facts(client: Client, args: argparse.Namespace) -> dict[str, object]:
     except (ServingError, ValueError):
         info = {}
     found = run_facts() if torch.cuda.is_available() else {}
-    model = Path(str(args.model or info.get("model_path", "unknown"))).name
-    return {"model": model, "ctx": args.ctx, "gen": args.gen, "sglang": info.get("version", "unknown"), **found}
+    path = str(args.model or info.get("model_path", "unknown"))
+    tp, heads = info.get("tp_size", 1), model_config(path).get("num_attention_heads")
+    sizes = {"ctx": args.ctx, "gen": args.gen, "tp": tp, "heads_per_rank": heads // tp if heads else ""}
+    return {"model": Path(path).name, **sizes, "sglang": info.get("version", "unknown"), **found}
 
 
 def servers_of(args: argparse.Namespace, logs: Path) -> list[Server]:
@@ -245,6 +253,8 @@ def run(clients: dict[str, Client], args: argparse.Namespace, logs: Path) -> int
             status = 1
         save(args.csv and args.csv.with_name(f"{args.csv.stem}_profile.csv"), profile_rows)
     title = f"{about['model']}, context {args.ctx}, sglang {about['sglang']}, {about.get('gpu', 'no GPU')}"
+    if about["tp"] != 1:
+        title += f", {about['tp']} ranks of {about['heads_per_rank']} heads"
     print(f"\n{title}: medians; ratios are patched / stock")
     columns = {
         "concurrency": "C",
@@ -268,11 +278,18 @@ def run(clients: dict[str, Client], args: argparse.Namespace, logs: Path) -> int
             "group": "kernels",
             "stock_us_per_step": "stock us",
             "patched_us_per_step": "patched us",
+            "us_ratio": "ratio",
         }
         print_table(shown, columns | {"stock_launches_per_step": "launches", "patched_launches_per_step": "patched"})
+    if args.most_replaced is not None:
+        for row in profile_rows:
+            if row["group"] == "replaced":
+                print("replaced kernels, concurrency {concurrency}: {us_ratio} of stock's time".format(**row), end=", ")
+                print(f"at most {args.most_replaced}")
+                status |= not row["us_ratio"] or row["us_ratio"] > args.most_replaced
     if args.plot:
         plot(args.plot, rows, profile_rows, title)
-    return status
+    return int(status)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -296,6 +313,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", type=int, nargs="*", default=[1, 32], help="concurrencies of the profile")
     parser.add_argument("--profile-steps", type=int, default=10)
     parser.add_argument("--profile-top", type=int, default=12, help="kernels listed on stderr for each profile")
+    parser.add_argument(
+        "--most-replaced", type=float, help="fail if a profile's replaced kernels take a larger part of stock's time"
+    )
     parser.add_argument(
         "--vocab", type=int, help="token ids are drawn below this (default: the model's config.json, or 100000)"
     )

@@ -15,6 +15,7 @@ from serving import Client, ServingError, in_threads
 GROUPS = {
     "ours: store": r"store_(warp|block)_per_token",
     "ours: combine": r"sgl_dsv4::.*combine_kernel",
+    "ours: query": r"sgl_dsv4::.*query_norm_rope",
     "ours: decode": r"^sparse_decode_kernel|sgl_dsv4::",
     "split": r"flash_fwd_splitkv_mla",
     "combine": r"flash_fwd_mla_combine",
@@ -46,15 +47,17 @@ def kernels(trace: Path) -> list[dict]:
 
 
 def summarise(events: Sequence[dict], steps: int) -> dict[str, tuple[float, float]]:
-    """Microseconds and launches a step of each group, and of "GPU sum" and "wall span" (first start to last end).
+    """Microseconds and launches a step of each group, of "replaced" (our kernels and those that they can replace: all
+    groups but "other"), and of "GPU sum" and "wall span" (first start to last end).
 
     Kernels of side streams overlap, so the sum may exceed the span.
     """
-    table = {group: [0.0, 0] for group in [*GROUPS, "other", "GPU sum"]}
+    table = {group: [0.0, 0] for group in [*GROUPS, "other", "replaced", "GPU sum"]}
     for event in events:
-        for group in (group_of(event["name"]), "GPU sum"):
-            table[group][0] += event["dur"]
-            table[group][1] += 1
+        group = group_of(event["name"])
+        for entry in (group, "GPU sum") if group == "other" else (group, "replaced", "GPU sum"):
+            table[entry][0] += event["dur"]
+            table[entry][1] += 1
     span = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
     return {
         group: (us / steps, launches / steps) for group, (us, launches) in (table | {"wall span": (span, 0)}).items()
@@ -73,7 +76,7 @@ def ranking(events: Sequence[dict], steps: int, count: int) -> list[tuple[str, f
 
 
 def record(client: Client, prompts: Sequence[Sequence[int]], steps: int, folder: Path) -> Path:
-    """Profile ``steps`` decode steps with all prompts decoding together; the trace file.
+    """Profile ``steps`` decode steps with all prompts decoding together; the trace file of tensor-parallel rank 0.
 
     The server writes the trace, so it must share ``folder`` with this process. The profile starts after the first token
     of every request and ends before any has its last.
@@ -110,7 +113,7 @@ def record(client: Client, prompts: Sequence[Sequence[int]], steps: int, folder:
         raise ServingError("a request ended before the profile began: raise the steps")
     size = -1
     for _ in range(120):  # the trace is complete once its size stays
-        files = [path for path in folder.rglob("*.json*") if path.is_file()]
+        files = [path for path in folder.rglob("*TP-0*.json*") if path.is_file()]
         now = sum(path.stat().st_size for path in files)
         if files and now == size:
             return max(files, key=lambda path: path.stat().st_size)

@@ -111,10 +111,15 @@ def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
     return [draw.randrange(3, vocab) for _ in range(length)]
 
 
-def vocab_size(model: str | None, otherwise: int = 100_000) -> int:
-    """``vocab_size`` of a local model folder's config.json; ``otherwise`` for a model that is not a local folder."""
+def model_config(model: str | None) -> Json:
+    """config.json of a local model folder; empty for a model that is not one."""
     config = Path(model or "") / "config.json"
-    return json.loads(config.read_text())["vocab_size"] if model and config.is_file() else otherwise
+    return json.loads(config.read_text()) if model and config.is_file() else {}
+
+
+def vocab_size(model: str | None) -> int:
+    """Of a local model folder; a number that every DeepSeek-V4 allows for a model that is not one."""
+    return model_config(model).get("vocab_size", 100_000)
 
 
 class Server:
@@ -183,9 +188,18 @@ class Server:
                 return False
             time.sleep(0.2)
 
-    def kill(self) -> None:
-        """kill -9 of the first process alone, as an out-of-memory killer would."""
-        os.kill(self.pid, signal.SIGKILL)
+    def rank_pid(self, rank: int) -> int:
+        """Process id of a tensor-parallel rank, by the title that SGLang gives it; ServingError if there is none."""
+        title = f"sglang::scheduler_TP{rank}".encode()
+        for pid in self.members():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if title in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        raise ServingError(f"{self.name}: no process is called {title.decode()}")
+
+    def kill(self, rank: int | None = None) -> None:
+        """kill -9 of the first process alone, or of a tensor-parallel rank, as an out-of-memory killer would."""
+        os.kill(self.pid if rank is None else self.rank_pid(rank), signal.SIGKILL)
 
     def stop(self) -> None:
         """End it: SIGTERM to the first process, to the group, then SIGKILL to the group; 20 s at most."""

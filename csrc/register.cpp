@@ -6,6 +6,7 @@
 #ifdef SGL_DSV4_CUDA
 #include "api/combine.h"
 #include "api/norm_rope_store.h"
+#include "api/query.h"
 #endif
 #ifdef SGL_DSV4_SM90
 #include "api/sparse_decode_sm90.h"
@@ -22,16 +23,20 @@ STABLE_TORCH_LIBRARY(sgl_dsv4_kernels, m) {
   m.def(
       "sparse_decode(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
-      "int layout, int extra_layout, bool batch_invariant, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, "
+      "int layout, int extra_layout, bool batch_invariant, float? q_norm_eps, Tensor? q_freqs_cis, "
+      "Tensor? q_positions, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, "
       "int output, str backend, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
   m.def(
       "sparse_decode_partial(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
-      "int layout, int extra_layout, bool batch_invariant, bool fill_empty, str backend, Tensor(a!) o_accum, "
-      "Tensor(b!) lse_accum) -> ()");
+      "int layout, int extra_layout, bool batch_invariant, float? q_norm_eps, Tensor? q_freqs_cis, "
+      "Tensor? q_positions, bool fill_empty, str backend, Tensor(a!) o_accum, Tensor(b!) lse_accum) -> ()");
   m.def(
       "combine_splits(Tensor o_accum, Tensor lse_accum, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, "
       "int output, bool pdl, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
+  m.def(
+      "query_norm_rope(Tensor q, float? norm_eps, Tensor? freqs_cis, Tensor? positions, bool pdl, Tensor(a!) out) "
+      "-> ()");
 #ifdef SGL_DSV4_SM90
   m.def(
       "sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
@@ -58,6 +63,7 @@ STABLE_TORCH_LIBRARY_IMPL(sgl_dsv4_kernels, CUDA, m) {
   m.impl("norm_rope_store", TORCH_BOX(&sgl_dsv4::api::norm_rope_store));
   m.impl("compress_norm_rope_store", TORCH_BOX(&sgl_dsv4::api::compress_norm_rope_store));
   m.impl("combine_splits", TORCH_BOX(&sgl_dsv4::api::combine_splits));
+  m.impl("query_norm_rope", TORCH_BOX(&sgl_dsv4::api::query_norm_rope));
 #ifdef SGL_DSV4_SM90
   m.impl("sparse_decode_sm90", TORCH_BOX(&sgl_dsv4::api::sparse_decode_sm90));
   m.impl("sparse_decode_partial_sm90", TORCH_BOX(&sgl_dsv4::api::sparse_decode_partial_sm90));

@@ -3,12 +3,14 @@
 #
 #   bash scripts/gpu_check.sh [store|decode|all]        (default: all)
 #   bash scripts/gpu_check.sh e2e [1|2]                 SGLang servers: 1 correctness, 2 benchmark (default: both)
+#   bash scripts/gpu_check.sh tp2 [1|2]                 likewise with two tensor-parallel ranks, on two GPUs
 #
 # OUT_DIR           where CSV, PNG and summary go (default: benchmark/results/h200), each piece's log in OUT_DIR/logs
 # SGL_DSV4_WHEEL    test this wheel instead of building one
 # SGL_DSV4_COMMIT   what the CSV calls the commit where there is no git
-# E2E_MODEL, E2E_ARGS, E2E_OPTIONS, E2E_SECONDS   model path and flags of the servers, options of check_serving.py or
-#                   bench_serving.py, and time limit of each (default: 500)
+# E2E_MODEL, E2E_ARGS, E2E_OPTIONS, E2E_SECONDS   model path (tp2: one or more) and flags of the servers, options of
+#                   check_serving.py or (e2e 2) bench_serving.py, and time limit of each (default: 500)
+# TP2_BENCH         tp2: options of bench_serving.py instead of those below
 # A piece that fails does not stop the rest; the exit status is 1 if any failed. With sglang on PYTHONPATH the tests
 # compare with its kernels and the benchmark has their column.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -16,8 +18,9 @@ set +e
 
 WHAT="${1:-all}" PART="${2:-}"
 case "$WHAT $PART" in "store " | "decode " | "all ") ;;
-  "e2e " | "e2e 1" | "e2e 2") [ -n "${E2E_MODEL:-}" ] || die "e2e needs E2E_MODEL, the path of a model" ;;
-  *) die "expected store, decode, all or e2e [1|2], got $*" ;;
+  "e2e " | "e2e 1" | "e2e 2" | "tp2 " | "tp2 1" | "tp2 2")
+    [ -n "${E2E_MODEL:-}" ] || die "$WHAT needs E2E_MODEL, the path of a model" ;;
+  *) die "expected store, decode, all, e2e [1|2] or tp2 [1|2], got $*" ;;
 esac
 OUT_DIR="$(realpath -m "${OUT_DIR:-$ROOT/benchmark/results/h200}")"
 LOGS="$OUT_DIR/logs"
@@ -61,16 +64,10 @@ build() {  # in a shell of its own: set_up exits where it fails
     cd "$VENV" && "$PY" -c 'import sgl_dsv4_kernels as dk, torch; print(dk.build_info(), torch.cuda.get_device_name())')
 }
 
-# tests PATTERN ... : the GPU tests, the SGLang-form tests and the golden files, without files that match a pattern
-tests() {
-  local ignore=() pattern
-  for pattern in "$@"; do ignore+=(--ignore-glob "*$pattern*"); done
-  local golden
-  mapfile -t golden < <(find "$ROOT/test" -name 'test_*golden*.py' ! -path '*/gpu/*' ! -path '*/registered/*')
-  local places=()
-  for pattern in "$ROOT/test/gpu" "$ROOT/test/registered" "${golden[@]}"; do [ -e "$pattern" ] && places+=("$pattern"); done
+tests() {  # PLACE ... below test/
+  local places=("${@/#/$ROOT/test/}")
   cd "$VENV" && "$PY" -m pytest -c "$ROOT/pyproject.toml" --rootdir "$ROOT" -m "not slow" -p no:cacheprovider -q -ra \
-    --durations 8 -W "ignore:Unknown config option" "${ignore[@]}" "${places[@]}" | tee "$LOGS/.pytest"
+    --durations 8 -W "ignore:Unknown config option" "${places[@]}" | tee "$LOGS/.pytest"
   local status=$?  # pytest's: pipefail
   grep -qaE '[0-9]+ passed' "$LOGS/.pytest" || status=1  # all skipped is no success here
   rm -f "$LOGS/.pytest"
@@ -95,8 +92,37 @@ benchmark() {  # NAME ARGUMENT ...
 serving() {  # SCRIPT OPTION ... : ended at the limit, with the servers that it started
   local script="$1"
   shift
-  cd "$VENV" && timeout -k 40 "${E2E_SECONDS:-500}" "$PY" "$ROOT/$script" --model "$E2E_MODEL" \
+  local models
+  read -ra models <<< "$E2E_MODEL"
+  cd "$VENV" && timeout -k 40 "${E2E_SECONDS:-500}" "$PY" "$ROOT/$script" --model "${models[@]}" \
     --server-args "${E2E_ARGS:-}" --logs "$LOGS/e2e" "$@" ${E2E_OPTIONS:-}
+}
+
+# For tensor parallelism. NVLink multicast stays off: a program that uses it can put all GPUs of the host out of service.
+tp2() {  # CHECKS OPTION ...
+  export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+  export SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0  # servers that start side by side fill the GPUs in turns
+  local E2E_ARGS="${E2E_ARGS:-} --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion"
+  serving test/e2e/check_serving.py --tp 2 --checks "$@"
+}
+
+doctor_pids=()
+start_doctors() {  # one for each of the two GPUs, in the background: SGLang's import takes half a minute
+  local gpu
+  for gpu in 0 1; do
+    CUDA_VISIBLE_DEVICES=$gpu timeout 120 sgl-dsv4 doctor > "$LOGS/.doctor$gpu" 2>&1 &
+    doctor_pids+=($!)
+  done
+}
+
+doctors() {  # what they found
+  local gpu status=0
+  for gpu in 0 1; do
+    wait "${doctor_pids[gpu]}" || status=1
+    sed "s/^/GPU $gpu: /" "$LOGS/.doctor$gpu"
+    rm -f "$LOGS/.doctor$gpu"
+  done
+  return $status
 }
 
 piece build build
@@ -107,8 +133,23 @@ if [ "$WHAT" = e2e ]; then
   [ "$PART" = 1 ] ||
     piece bench_serving serving benchmark/bench_serving.py --csv "$OUT_DIR/serving.csv" --plot "$OUT_DIR/serving.png"
 fi
+if [ "$WHAT" = tp2 ]; then
+  bench="${TP2_BENCH:---concurrency 1 8 32 --ttft --profile 1 32 --most-replaced 0.35}"
+  bench+=" --csv $OUT_DIR/serving_tp2_{model}.csv"
+  if [ "$PART" != 2 ]; then
+    start_doctors
+    piece test_two_devices tests gpu/test_two_devices.py
+    piece doctor doctors
+  fi
+  case "$PART" in 1) checks=abd ;; 2) checks=t ;; *) checks=abtd ;; esac
+  piece check_serving tp2 $checks --output "$OUT_DIR/check_serving_tp2.txt" --bench "$bench"
+fi
 if [ "$WHAT" = store ] || [ "$WHAT" = all ]; then
-  if [ "$WHAT" = all ]; then piece test_all tests; else piece test_store tests combine sparse_decode triton; fi
+  if [ "$WHAT" = all ]; then
+    piece test_all tests gpu registered unit/test_store_golden.py unit/test_decode_triton.py
+  else
+    piece test_store tests gpu/test_store_gpu.py registered unit/test_store_golden.py
+  fi
   piece memcheck_store sanitize memcheck sanitize_store.py store_
   piece racecheck_store sanitize racecheck sanitize_store.py store_
   # The speed lines are those of an H200.
@@ -116,7 +157,7 @@ if [ "$WHAT" = store ] || [ "$WHAT" = all ]; then
   piece bench_norm_rope_store benchmark norm_rope_store --layout all --plot "$OUT_DIR/norm_rope_store.png" $h200
 fi
 if [ "$WHAT" = decode ] || [ "$WHAT" = all ]; then
-  [ "$WHAT" = all ] || piece test_decode tests norm_rope store
+  [ "$WHAT" = all ] || piece test_decode tests gpu/test_{combine,decode_gpu,decode_sm90}.py unit/test_decode_triton.py
   if [ -e "$ROOT/scripts/sanitize_decode.py" ]; then
     piece memcheck_decode sanitize memcheck sanitize_decode.py "_kernel"
     piece racecheck_decode sanitize racecheck sanitize_decode.py "_kernel"

@@ -187,7 +187,7 @@ def read(wheel: Wheel) -> Facts:
         facts["callers"][target.key] = {
             f: [call_facts(c) for c in found] for f in files if (found := calls(wheel.tree(f), word))
         }
-    facts |= _plans(wheel) | _model(wheel) | _backend(wheel) | _framework(wheel)
+    facts |= _plans(wheel) | _model(wheel) | _query(wheel) | _backend(wheel) | _framework(wheel)
     return facts
 
 
@@ -234,6 +234,31 @@ def _model(wheel: Wheel) -> Facts:
             "knows": sorted((names | attributes) & {*ELSEWHERE, *OTHER_TAILS, "is_in_breakable_cuda_graph"}),
         }
     }
+
+
+def _query(wheel: Wheel) -> Facts:
+    """Who is handed the query in the model between `fused_q_norm_rope` and the backend, and on which stream."""
+    readers, streams = set(), set()
+    for method in find_class(wheel.tree(MODEL), "MQALayer").body:
+        made = calls(method, "_compute_q_b")
+        if not made and getattr(method, "name", "") not in ("forward", "_compute_q_b"):
+            continue
+        first = min((c.lineno for c in made), default=0)
+        for node in ast.walk(method):
+            if isinstance(node, ast.With) and calls(node, "_compute_q_b"):
+                streams.add(ast.unparse(node.items[0].context_expr))
+            elif isinstance(node, ast.Call) and node.lineno >= first and _takes_query(node):
+                readers.add(ast.unparse(node.func))
+    header = wheel.text[next(n for n in wheel.text if n.endswith("deepseek_v4/main_norm_rope.cuh"))]
+    kernel = re.search(r"Q_KERNEL void fused_q_norm_rope\(.*?\n}\n", header, re.S).group()
+    return {"query": {"readers": sorted(readers), "streams": sorted(streams), "kernel": digest(kernel)}}
+
+
+def _takes_query(node: ast.Call) -> bool:
+    """Whether one of the query's names is in an argument, or has this method."""
+    inside = [*node.args, *(k.value for k in node.keywords), getattr(node.func, "value", node.func)]
+    names = {n.id for part in inside for n in ast.walk(part) if isinstance(n, ast.Name)}
+    return bool(names & {"q", "q_out", "q_padded", "attn_q", "attn_k"})
 
 
 def _backend(wheel: Wheel) -> Facts:

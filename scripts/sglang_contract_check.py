@@ -34,6 +34,19 @@ KNOWN_VALUES = {
     "fuse_rope_wo_a": {"self.use_fused_wo_a and 0 < o.shape[0] <= _FUSED_WO_A_MAX_TOKENS"},
     "inv_rope": None,  # any, if it begins with what _is_hip is needed for
 }
+# Who is handed the query in MQALayer, from its norm and RoPE to the backend. Nobody else may read what query.py defers.
+KNOWN_READERS = {
+    *("self.wq_b", "q.view", "torch.empty_like", "fused_q_norm_rope"),  # up to B5
+    *("self._compute_q_b", "self._forward_prepare", "self._forward_prepare_multi_stream"),  # pass it on
+    *("self._forward_prepare_low_ratio_multi_stream", "self._forward_prepare_multi_stream_hip"),
+    "self._forward_prepare_multi_stream_npu",
+    *("attn_backend.forward", "attn_q.new_empty"),  # B1, or the shape alone
+    "bcg_deepseek_v4_attention_with_output",  # breakable CUDA graphs: not deferred
+    *("fused_rope_inplace", "q_rope_store", "q_out.copy_", "q.stride", "q_out.stride", "tuple"),  # V4.1: no B5 with eps
+    "self._compute_kv_to_cache",  # HIP
+    "self._forward_mega",  # without a B5
+}
+KNOWN_QUERY_KERNELS = {"83b887bfc85d3496", "4073762fef0c503d"}  # the second one can leave the norm out (0.5.22)
 KNOWN_FRAMEWORK = {"registry": {"115b20be4e55e99b"}, "load_plugins": {"3d4728b3bfc0ef2e"}}
 OUR_VARIABLES = ("KERNELS", "VERIFY", "STRICT", "DECODE_MAX_TOKENS", "DUMP_DIR", "PDL", "CHECK")
 EXTERNAL = {  # kernels outside SGLang's wheel: 0.5.12's flash_mla, sgl_kernel's from 0.5.13 on
@@ -86,7 +99,8 @@ def locate(target: Target, facts: Facts) -> tuple[str | None, str]:
 
 def problems(version: str, facts: Facts) -> list[str]:
     """What in this version does not fit the plugin, in words. Empty: all fits."""
-    found = [text for check in (_names, _arguments, _records, _tail, _around) for text in check(version, facts)]
+    checks = (_names, _arguments, _records, _query, _tail, _around)
+    found = [text for check in checks for text in check(version, facts)]
     return [f"sglang {version}: {text}" for text in found]
 
 
@@ -102,7 +116,7 @@ def _names(version: str, facts: Facts) -> Iterator[str]:
 
 
 def _arguments(version: str, facts: Facts) -> Iterator[str]:
-    for key in ("A1", "A2", "B3"):
+    for key in ("A1", "A2", "B3", "B5"):
         target = BY_KEY[key]
         path, _ = locate(target, facts)
         if path is None:
@@ -150,6 +164,16 @@ def _records(version: str, facts: Facts) -> Iterator[str]:
             yield f"{name}[1] is not {index}: its fields are {plan['fields']}"
         if plan["is_decode"] != f"return {name == 'CompressorDecodePlan'}":
             yield f"{name}.is_decode is {plan['is_decode']}"
+
+
+def _query(version: str, facts: Facts) -> Iterator[str]:
+    query = facts["query"]
+    if new := sorted(set(query["readers"]) - KNOWN_READERS):
+        yield f"MQALayer hands the query to {', '.join(new)}: does it read what plugin/query.py has deferred?"
+    if query["streams"]:
+        yield f"MQALayer makes the query on another stream: {', '.join(query['streams'])}"
+    if query["kernel"] not in KNOWN_QUERY_KERNELS:
+        yield f"fused_q_norm_rope's kernel has changed: read its arithmetic, then add its digest {query['kernel']}"
 
 
 def _tail(version: str, facts: Facts) -> Iterator[str]:

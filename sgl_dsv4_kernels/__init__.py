@@ -17,6 +17,7 @@ from sgl_dsv4_kernels.ops import (
     combine_splits,
     compress_norm_rope_store,
     norm_rope_store,
+    query_norm_rope,
     sparse_decode,
     sparse_decode_partial,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "combine_splits",
     "compress_norm_rope_store",
     "norm_rope_store",
+    "query_norm_rope",
     "reference",
     "settings",
     "sparse_decode",

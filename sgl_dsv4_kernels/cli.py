@@ -46,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts python -m sglang.launch_server; flags that are not named here go to it unchanged.",
     )
     serve.add_argument(
-        "--dsv4-kernels", choices=("off", "store", "decode", "all"), help="SGL_DSV4_KERNELS (default: all)"
+        "--dsv4-kernels",
+        choices=("off", "store", "decode", "all", "decode,fused", "all,fused"),
+        help="SGL_DSV4_KERNELS (default: all)",
     )
     serve.add_argument("--dsv4-verify", action="store_true", help="SGL_DSV4_VERIFY=1, without CUDA graphs: slow")
     serve.add_argument(

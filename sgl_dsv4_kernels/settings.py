@@ -21,6 +21,8 @@ class Settings:
 
     pdl: bool = field(default_factory=lambda: _flag("SGL_DSV4_PDL", True))
     """SGL_DSV4_PDL: launch with programmatic dependent launch where device and code support it (sm_90 and newer)."""
+    sm90: bool = field(default_factory=lambda: _flag("SGL_DSV4_SM90", True))
+    """SGL_DSV4_SM90=0: decode in Triton where the Hopper kernel would be the default."""
     check: bool = field(default_factory=lambda: _flag("SGL_DSV4_CHECK", False))
     """SGL_DSV4_CHECK=1: check values (positions, slots, plans) too. Synchronises the device; not for serving."""
 

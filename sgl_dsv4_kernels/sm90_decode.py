@@ -1,15 +1,22 @@
-"""Host side of the Hopper decode kernel (csrc/decode/sm90): what it takes, and its launch."""
+"""Host side of the Hopper decode kernels (csrc/decode/sm90): what they take, how the work is cut, and their launch."""
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 
-from sgl_dsv4_kernels.layout import CacheLayout
+from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.reference.decode import Source
 from sgl_dsv4_kernels.settings import settings
+from sgl_dsv4_kernels.split_partition import MAX_AUTO_SPLITS, MAX_PARTIAL_BYTES, SPLIT_BLOCK_KEYS
 
 ALIGNMENT = 16
 """Bytes: rows of a cache are read in vectors of this size."""
+
+
+# ---- what the kernels take ----
 
 
 def missing(device: torch.device) -> str | None:
@@ -24,29 +31,129 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
+missing._dynamo_marked_constant = True  # torch.compile evaluates it instead of tracing it
+
+
 def unsupported(main: Source, extra: Source | None) -> str | None:
-    """Which argument the kernel does not take and why, None if it takes all."""
+    """Which argument the kernels do not take and why, None if they take all.
+
+    Addresses are unknown while torch.compile traces: there they count as aligned, and the op looks again.
+    """
     for name, source in (("cache", main), ("extra_cache", extra)):
         if source is None:
             continue
         if source.layout is not CacheLayout.V4:
             return f"{name}: backend 'sm90' takes layout v4, got {source.layout.name.lower()}"
         cache = source.cache
-        if cache.data_ptr() % ALIGNMENT or (cache.shape[0] > 1 and cache.stride(0) % ALIGNMENT):
+        aligned = torch.compiler.is_compiling() or cache.data_ptr() % ALIGNMENT == 0
+        if not aligned or (cache.shape[0] > 1 and cache.stride(0) % ALIGNMENT != 0):
             return f"{name}: backend 'sm90' needs data and stride(0) that are multiples of {ALIGNMENT} bytes"
     return None
 
 
-def choose_block_heads(tokens: int, heads: int, num_splits: int) -> int:
-    """Heads that a block computes: 8, 16, 32 (keys as rows of the products) or 64 (heads as rows)."""
-    return min(heads, 64)
+# ---- how the work is cut ----
 
 
-def _attention(q: torch.Tensor, main: Source, extra: Source | None, softmax_scale: float, num_splits: int) -> tuple:
+class Cost(NamedTuple):
+    """Microseconds of a block on an H200: prologue and output, more of it when all SMs run, and a tile of 64 keys."""
+
+    fixed: float
+    crowded: float
+    tile: float
+
+
+COSTS = {8: Cost(3.6, 0.3, 1.9), 16: Cost(3.8, 0.3, 1.94), 32: Cost(4.7, 0.8, 2.18), 64: Cost(5.9, 2.0, 2.9)}
+"""By heads a block. Measured in CUDA graphs of 20 launches, 64 heads, 128 + 512 keys, random slots of HBM (8 heads:
+estimated):
+
+====================  =====  =====  =====
+heads a block            16     32     64
+====================  =====  =====  =====
+1 row, 10 splits       5.80   7.00   8.78
+2 rows, 10 splits      6.50   7.03   8.88
+4 rows, 10 splits     11.30   8.00   9.34
+8 rows, 10 splits     16.97  14.15  10.83
+13 rows, 10 splits    23.15  15.55  11.60
+132 blocks, 640 keys   24.8   29.5   38.4
+a key, ns              30.3   34.1   45.2
+====================  =====  =====  =====
+"""
+COMBINE_US = 1.2
+COMBINE_BYTES_PER_US = 4.5e6
+"""The combine kernel: launch, and the partials' way out and back."""
+
+
+class Plan(NamedTuple):
+    """Heads a block (8, 16, 32: keys are rows of the products; 64: heads are), and number of splits."""
+
+    block_heads: int
+    num_splits: int
+
+
+def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) -> float:
+    """Time of a decode by the model: waves of blocks, then the combine kernel.
+
+    Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
+    3.8 + 0.3 * 40 / 132 + 1.94 = 5.8; partials of 1.3 MB, 1.2 + 0.3. Together 7.3.
+    """
+    cost = COSTS[plan.block_heads]
+    blocks = rows * -(-heads // plan.block_heads) * plan.num_splits
+    tiles = -(-max(1, -(-keys // SPLIT_BLOCK_KEYS)) // plan.num_splits)
+    waves = -(-blocks // sm_count)
+    time = waves * (cost.fixed + cost.crowded * min(1.0, blocks / sm_count) + tiles * cost.tile)
+    if plan.num_splits > 1:
+        time += COMBINE_US + plan.num_splits * rows * heads * HEAD_DIM * 4 / COMBINE_BYTES_PER_US
+    return time
+
+
+def choose_plan(
+    rows: int, heads: int, keys: int, sm_count: int, num_splits: int | None = None, batch_invariant: bool = False
+) -> Plan:
+    """The plan with the least predicted time: a function of shapes alone, so that one graph serves all lengths.
+
+    Args:
+        rows: T. heads: h. keys: K + extra K, the widths of the index lists. sm_count: of the device.
+        num_splits: fixed, None = free. At most MAX_PARTIAL_BYTES of partials are made unless it is fixed.
+        batch_invariant: heads a block from ``heads`` alone; ``num_splits`` is then given.
+
+    Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (16, 10), 8 rows (32, 5), 128 rows (64, 1). Eight heads a block
+    serve 8 heads only.
+    """
+    most_heads = min(heads, 64)
+    tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
+    last = min(tiles, MAX_AUTO_SPLITS) if num_splits is None else num_splits
+    best, best_time = None, 0.0
+    # Plain loops: torch.compile traces them.
+    for block_heads in COSTS:
+        if block_heads > most_heads or block_heads < (most_heads if batch_invariant else min(most_heads, 16)):
+            continue
+        for splits in range(1 if num_splits is None else num_splits, last + 1):
+            if num_splits is None and splits > 1 and splits * rows * heads * HEAD_DIM * 4 > MAX_PARTIAL_BYTES:
+                break
+            plan = Plan(block_heads, splits)
+            time = predicted_us(rows, heads, keys, sm_count, plan)
+            if best is None or time < best_time:
+                best, best_time = plan, time
+    return best
+
+
+cached_plan = functools.lru_cache(maxsize=4096)(choose_plan)
+"""``choose_plan`` for the eager path, where it is asked once a layer."""
+
+
+# ---- launch ----
+
+
+def _attention(
+    q: torch.Tensor, main: Source, extra: Source | None, softmax_scale: float, num_splits: int, batch_invariant: bool
+) -> tuple:
     """The leading arguments of both ops."""
     tail = (None, None, None) if extra is None else (extra.cache, extra.indices, extra.length)
     pages = (main.page_size, 1 if extra is None else extra.page_size)
-    return (q, main.cache, main.indices, main.length, *tail, *pages, softmax_scale, choose_block_heads(*q.shape[:2], num_splits))
+    keys = main.indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
+    sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
+    plan = cached_plan(q.shape[0], q.shape[1], keys, sm_count, num_splits, batch_invariant)
+    return (q, main.cache, main.indices, main.length, *tail, *pages, softmax_scale, plan.block_heads)
 
 
 def launch(
@@ -56,13 +163,15 @@ def launch(
     softmax_scale: float,
     epilogue: tuple,
     result: tuple[torch.Tensor | None, ...],
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """The whole decode in one launch. Shapes are checked by the caller.
 
     Args:
         epilogue: attn_sink, freqs_cis, positions, code of the output. result: out, lse, scales, amax.
     """
-    attention = _attention(q, main, extra, softmax_scale, 1)
+    attention = _attention(q, main, extra, softmax_scale, 1, batch_invariant)
     torch.ops.sgl_dsv4_kernels.sparse_decode_sm90(*attention, *epilogue, settings.pdl, *result)
 
 
@@ -74,8 +183,9 @@ def launch_partial(
     o_accum: torch.Tensor,
     lse_accum: torch.Tensor,
     *,
-    fill_empty: bool,
+    fill_empty: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """Partials of every split: o_accum [S, T, h, 512], lse_accum [S, T, h]. Shapes are checked by the caller."""
-    attention = _attention(q, main, extra, softmax_scale, o_accum.shape[0])
+    attention = _attention(q, main, extra, softmax_scale, o_accum.shape[0], batch_invariant)
     torch.ops.sgl_dsv4_kernels.sparse_decode_partial_sm90(*attention, fill_empty, settings.pdl, o_accum, lse_accum)

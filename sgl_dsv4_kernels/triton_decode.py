@@ -17,6 +17,7 @@ import triton.language as tl
 from sgl_dsv4_kernels.layout import CacheLayout
 from sgl_dsv4_kernels.split_partition import SPLIT_BLOCK_KEYS
 from sgl_dsv4_kernels.triton_epilogue import as_float, finish_row, load_bf16, log2_lse, round_to_bf16
+from sgl_dsv4_kernels.triton_query import norm_factor, normalise, rotate
 
 GRAIN = tl.constexpr(SPLIT_BLOCK_KEYS)
 V4 = tl.constexpr(CacheLayout.V4.code)
@@ -154,13 +155,14 @@ def loop_bound(x, INTERPRET: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "topk", "extra_topk", "num_slots", "extra_num_slots", "page_size", "extra_page_size", "num_splits",
-        "num_freqs", "stride_indices", "stride_extra_indices", "stride_length", "stride_extra_length",
+        "num_freqs", "q_num_freqs", "stride_q_freqs", "stride_q_positions",
+        "stride_indices", "stride_extra_indices", "stride_length", "stride_extra_length",
         "stride_positions", "stride_scales_token", "stride_scales_column", "stride_amax_token", "stride_amax_head",
         "stride_lse_split", "stride_lse_token", "stride_lse_head", "stride_freqs",
     ],
     do_not_specialize_on_alignment=[
         "indices_ptr", "extra_indices_ptr", "length_ptr", "extra_length_ptr", "lse_ptr", "scales_ptr", "amax_ptr",
-        "sink_ptr", "freqs_ptr", "positions_ptr",
+        "sink_ptr", "freqs_ptr", "positions_ptr", "q_freqs_ptr", "q_positions_ptr",
     ],
 )  # fmt: skip
 def sparse_decode_kernel(
@@ -171,6 +173,8 @@ def sparse_decode_kernel(
     stride_length, stride_extra_length, stride_out_split, stride_out_token, stride_out_head,
     stride_lse_split, stride_lse_token, stride_lse_head, stride_scales_token, stride_scales_column,
     stride_amax_token, stride_amax_head, stride_freqs, stride_positions,
+    q_freqs_ptr, q_positions_ptr, q_norm_eps, q_num_freqs, stride_q_freqs, stride_q_positions,
+    Q_NORM: tl.constexpr, Q_ROPE: tl.constexpr,
     NUM_HEADS: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_LAYOUT: tl.constexpr, EVEN: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_LENGTH: tl.constexpr, HAS_EXTRA_LENGTH: tl.constexpr,
     PARTIAL: tl.constexpr, FILL_EMPTY: tl.constexpr, OUTPUT: tl.constexpr, HAS_SINK: tl.constexpr,
@@ -178,6 +182,8 @@ def sparse_decode_kernel(
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows x splits x head blocks, head blocks fastest (they read the same keys), on x.
+
+    Q_NORM, Q_ROPE: q is raw; each head is normalised, its last 64 values are rotated (triton_query.py).
 
     PARTIAL: out is o_accum [S, T, h, 512] fp32 and lse is lse_accum [S, T, h] in log2; FILL_EMPTY writes O = 0 for a
     split without keys, else only its LSE. Otherwise num_splits is 1 and out, lse, scales, amax are the final outputs.
@@ -217,6 +223,15 @@ def sparse_decode_kernel(
     q1 = load_bf16(q_row + (256 + tl.arange(0, 128)[None, :]), head_ok[:, None], INTERPRET)
     q2 = load_bf16(q_row + (384 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
     q3 = load_bf16(q_row + (448 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
+    if Q_NORM:
+        norm = norm_factor(q_row, head_ok, q_norm_eps, BLOCK_H, INTERPRET)
+        q0 = normalise(q0, norm, INTERPRET)
+        q1 = normalise(q1, norm, INTERPRET)
+        q2 = normalise(q2, norm, INTERPRET)
+        q3 = normalise(q3, norm, INTERPRET)
+    if Q_ROPE:
+        q_position = tl.load(q_positions_ptr + token * stride_q_positions).to(tl.int64)
+        q3 = rotate(q3, q_freqs_ptr, q_position, q_num_freqs, stride_q_freqs, BLOCK_H, INTERPRET)
 
     unit = tl.full([BLOCK_H], float("-inf"), tl.float32)  # O is in units of 2^unit
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # the largest score so far; total is in units of 2^top

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from sgl_dsv4_kernels.ops.query import Prologue
 from sgl_dsv4_kernels.reference.decode import Source
 from sgl_dsv4_kernels.settings import settings
 from sgl_dsv4_kernels.triton_decode import sparse_decode_kernel
@@ -101,6 +102,7 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
+    prologue: Prologue = (None, None, None),
     epilogue: Epilogue | None = None,
     fill_empty: bool = False,
     batch_invariant: bool = False,
@@ -109,6 +111,7 @@ def launch(
     """Launch the decode kernel. Shapes are those of the ops, checked by the caller; nothing is launched for T = 0.
 
     Args:
+        prologue: what is done to q first.
         out, lse: with ``epilogue`` the final [T, h, 512] and [T, h]; else partials [S, T, h, 512] fp32 and [S, T, h].
         fill_empty: partials only: write O = 0 for an empty split.
         batch_invariant: choose the configuration from the number of heads alone.
@@ -134,6 +137,7 @@ def launch(
     even = all(cache.data_ptr() % 2 == 0 and cache.stride(0) % 2 == 0 for cache in caches)
     out_strides = out.stride()[:3] if partial else (0, *out.stride()[:2])
     lse_strides = lse.stride() if partial else (0, *lse.stride())
+    q_eps, q_freqs, q_positions = prologue
     scales, amax = done.scales, done.amax
     freqs, positions = done.freqs_cis, done.positions
     if out.dtype is torch.float8_e4m3fn:
@@ -181,6 +185,14 @@ def launch(
             *((0, 0) if amax is None else amax.stride()),
             0 if freqs is None else freqs.stride(0),
             0 if positions is None else positions.stride(0),
+            lse if q_freqs is None else q_freqs,
+            main.indices if q_positions is None else q_positions,
+            q_eps or 0.0,
+            0 if q_freqs is None else q_freqs.shape[0],
+            0 if q_freqs is None else q_freqs.stride(0),
+            0 if q_positions is None else q_positions.stride(0),
+            Q_NORM=q_eps is not None,
+            Q_ROPE=q_freqs is not None,
             NUM_HEADS=heads,
             LAYOUT=main.layout.code,
             EXTRA_LAYOUT=other.layout.code,

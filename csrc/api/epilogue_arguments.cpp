@@ -26,26 +26,15 @@ void fill_sink_and_rope(const OptionalTensor& attn_sink, const OptionalTensor& f
     check_stride("attn_sink", *attn_sink, 0, 1);
     params->attn_sink = static_cast<const float*>(attn_sink->data_ptr());
   }
-  check(freqs_cis.has_value() == positions.has_value(), "freqs_cis and positions: expected both or neither, got only ",
-        freqs_cis ? "freqs_cis" : "positions");
+  check_rope(freqs_cis, positions, n.tokens, n.device);
   if (!freqs_cis) return;
-  check_cuda_device("freqs_cis", *freqs_cis, n.device);
-  check_shape("freqs_cis", *freqs_cis, {kAny, kRopeDim});
-  check_dtype("freqs_cis", *freqs_cis, {ScalarType::Float});
-  check_stride("freqs_cis", *freqs_cis, 1, 1);
-  check_vector_access("freqs_cis", *freqs_cis, 2);
-  check_cuda_device("positions", *positions, n.device);
-  check_shape("positions", *positions, {n.tokens});
-  check_dtype("positions", *positions, {ScalarType::Int, ScalarType::Long});
-  params->freqs_cis = static_cast<const float*>(freqs_cis->data_ptr());
-  params->positions = positions->data_ptr();
-  params->num_freqs = freqs_cis->size(0);
-  // An empty table has no data pointer, and then every position is outside it: nothing is read through this one.
-  static const float nowhere = 0.0f;
-  if (params->freqs_cis == nullptr) params->freqs_cis = &nowhere;
-  params->positions_are_int64 = positions->scalar_type() == ScalarType::Long;
-  params->stride_freqs_position = freqs_cis->stride(0);
-  params->stride_positions_token = positions->stride(0);
+  const RopeTable table = rope_table(*freqs_cis, *positions);
+  params->freqs_cis = table.freqs_cis;
+  params->positions = table.positions;
+  params->num_freqs = table.num_freqs;
+  params->positions_are_int64 = table.positions_are_int64;
+  params->stride_freqs_position = table.stride_freqs_position;
+  params->stride_positions_token = table.stride_positions_token;
 }
 
 void fill_scales(const OptionalTensor& scales, const RowsAndHeads& n, CombineParams* params) {
@@ -107,6 +96,28 @@ void fill_outputs(int64_t output, const Tensor& out, const Tensor& lse, const Op
 }
 
 }  // namespace
+
+void check_rope(const OptionalTensor& freqs_cis, const OptionalTensor& positions, int64_t tokens, int32_t device) {
+  check(freqs_cis.has_value() == positions.has_value(), "freqs_cis and positions: expected both or neither, got only ",
+        freqs_cis ? "freqs_cis" : "positions");
+  if (!freqs_cis) return;
+  check_cuda_device("freqs_cis", *freqs_cis, device);
+  check_shape("freqs_cis", *freqs_cis, {kAny, kRopeDim});
+  check_dtype("freqs_cis", *freqs_cis, {ScalarType::Float});
+  check_stride("freqs_cis", *freqs_cis, 1, 1);
+  check_vector_access("freqs_cis", *freqs_cis, 2);
+  check_cuda_device("positions", *positions, device);
+  check_shape("positions", *positions, {tokens});
+  check_dtype("positions", *positions, {ScalarType::Int, ScalarType::Long});
+}
+
+RopeTable rope_table(const Tensor& freqs_cis, const Tensor& positions) {
+  // An empty table has no data pointer, and then every position is outside it: nothing is read through this one.
+  static const float nowhere = 0.0f;
+  const auto* data = static_cast<const float*>(freqs_cis.data_ptr());
+  return {data == nullptr ? &nowhere : data,           positions.data_ptr(), freqs_cis.size(0),
+          positions.scalar_type() == ScalarType::Long, freqs_cis.stride(0),  positions.stride(0)};
+}
 
 void fill_epilogue(const OptionalTensor& attn_sink, const OptionalTensor& freqs_cis, const OptionalTensor& positions,
                    int64_t output, const Tensor& out, const Tensor& lse, const OptionalTensor& scales,

@@ -27,6 +27,18 @@ inline void check_vector_access(const char* name, const Tensor& t, int64_t eleme
           elements, ", got ", t.stride(d));
 }
 
+// A RoPE table and the rows of it that T tokens have: checks, and what a kernel reads them by.
+struct RopeTable {
+  const float* freqs_cis;
+  const void* positions;
+  int64_t num_freqs;
+  bool positions_are_int64;
+  int64_t stride_freqs_position;
+  int64_t stride_positions_token;
+};
+void check_rope(const OptionalTensor& freqs_cis, const OptionalTensor& positions, int64_t tokens, int32_t device);
+RopeTable rope_table(const Tensor& freqs_cis, const Tensor& positions);
+
 // Sink, inverse RoPE and outputs: everything of `params` but the partials and the sizes.
 void fill_epilogue(const OptionalTensor& attn_sink, const OptionalTensor& freqs_cis, const OptionalTensor& positions,
                    int64_t output, const Tensor& out, const Tensor& lse, const OptionalTensor& scales,

@@ -50,7 +50,7 @@ sm90::Source make_source(bool extra, const Tensor& cache, const Tensor& indices,
   const int64_t slots = pages > (kMaxInt + 1) / page_size ? kMaxInt + 1 : pages * page_size;
   source.num_slots = static_cast<uint32_t>(slots);
   source.width = static_cast<int32_t>(indices.size(1));
-  source.page_size = sm90::make_divisor(static_cast<int32_t>(page_size));
+  source.page_size = make_divisor(static_cast<int32_t>(page_size));
   if (length) {
     check_cuda_device(length_name, *length, device);
     check_shape(length_name, *length, {tokens});
@@ -73,14 +73,14 @@ sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tenso
   check_stride("q", q, 2, 1);
   const int64_t tokens = q.size(0), heads = q.size(1);
   check(heads >= 1 && heads <= kMaxInt && tokens <= kMaxInt, "q: expected at least one head and fewer than 2^31 rows");
-  check(extra_cache.has_value() == extra_indices.has_value(), "extra_cache and extra_indices: expected both or neither");
+  check(extra_cache.has_value() == extra_indices.has_value(),
+        "extra_cache and extra_indices: expected both or neither");
 
   sm90::DecodeParams p = {};
   p.q = q.data_ptr();
   p.source[0] = make_source(false, cache, indices, topk_length, page_size, tokens, device);
   if (extra_cache)
-    p.source[1] =
-        make_source(true, *extra_cache, *extra_indices, extra_topk_length, extra_page_size, tokens, device);
+    p.source[1] = make_source(true, *extra_cache, *extra_indices, extra_topk_length, extra_page_size, tokens, device);
   p.scale_log2 = static_cast<float>(softmax_scale * kLog2E);
   p.num_tokens = static_cast<int32_t>(tokens);
   p.num_heads = static_cast<int32_t>(heads);
@@ -118,7 +118,8 @@ void sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor t
 void sparse_decode_partial_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor topk_length,
                                 OptionalTensor extra_cache, OptionalTensor extra_indices,
                                 OptionalTensor extra_topk_length, int64_t page_size, int64_t extra_page_size,
-                                double softmax_scale, int64_t block_heads, bool fill_empty, bool pdl, Tensor o_accum, Tensor lse_accum) {
+                                double softmax_scale, int64_t block_heads, bool fill_empty, bool pdl, Tensor o_accum,
+                                Tensor lse_accum) {
   sm90::DecodeParams p = make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length,
                                      page_size, extra_page_size, softmax_scale, block_heads);
   const int32_t device = q.get_device_index();

@@ -1,5 +1,5 @@
-// The Hopper decode op: argument checks -> sm90::DecodeParams -> launcher. Semantics: decode/decode.h. Present in builds
-// for sm_90a alone.
+// The Hopper decode op: argument checks -> sm90::DecodeParams -> launcher. Semantics: decode/decode.h. Present in
+// builds for sm_90a alone.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -15,9 +15,10 @@ void sparse_decode_sm90(torch::stable::Tensor q, torch::stable::Tensor cache, to
                         std::optional<torch::stable::Tensor> extra_cache,
                         std::optional<torch::stable::Tensor> extra_indices,
                         std::optional<torch::stable::Tensor> extra_topk_length, int64_t page_size,
-                        int64_t extra_page_size, double softmax_scale, int64_t block_heads, std::optional<torch::stable::Tensor> attn_sink,
-                        std::optional<torch::stable::Tensor> freqs_cis, std::optional<torch::stable::Tensor> positions,
-                        int64_t output, bool pdl, torch::stable::Tensor out, torch::stable::Tensor lse,
+                        int64_t extra_page_size, double softmax_scale, int64_t block_heads,
+                        std::optional<torch::stable::Tensor> attn_sink, std::optional<torch::stable::Tensor> freqs_cis,
+                        std::optional<torch::stable::Tensor> positions, int64_t output, bool pdl,
+                        torch::stable::Tensor out, torch::stable::Tensor lse,
                         std::optional<torch::stable::Tensor> scales, std::optional<torch::stable::Tensor> amax);
 
 void sparse_decode_partial_sm90(torch::stable::Tensor q, torch::stable::Tensor cache, torch::stable::Tensor indices,
@@ -25,7 +26,7 @@ void sparse_decode_partial_sm90(torch::stable::Tensor q, torch::stable::Tensor c
                                 std::optional<torch::stable::Tensor> extra_cache,
                                 std::optional<torch::stable::Tensor> extra_indices,
                                 std::optional<torch::stable::Tensor> extra_topk_length, int64_t page_size,
-                                int64_t extra_page_size, double softmax_scale, int64_t block_heads, bool fill_empty, bool pdl,
-                                torch::stable::Tensor o_accum, torch::stable::Tensor lse_accum);
+                                int64_t extra_page_size, double softmax_scale, int64_t block_heads, bool fill_empty,
+                                bool pdl, torch::stable::Tensor o_accum, torch::stable::Tensor lse_accum);
 
 }  // namespace sgl_dsv4::api

@@ -53,7 +53,6 @@ __device__ __forceinline__ void st_shared(uint32_t address, uint4 v) {
                : "memory");
 }
 
-
 // PTX ISA, "ld.shared".
 __device__ __forceinline__ uint4 ld_shared(uint32_t address) {
   uint4 v;
@@ -88,8 +87,8 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// PTX ISA, "mbarrier": a phase ends when `arrivals` threads have arrived. A wait names the parity of the phase whose end
-// it waits for: 0 for the first, then alternating; parity 1 on a new barrier passes at once.
+// PTX ISA, "mbarrier": a phase ends when `arrivals` threads have arrived. A wait names the parity of the phase whose
+// end it waits for: 0 for the first, then alternating; parity 1 on a new barrier passes at once.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

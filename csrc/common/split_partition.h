@@ -59,12 +59,14 @@ SGL_DSV4_HOST_DEVICE constexpr RowBlocks row_blocks(int length, int main_capacit
   return {main_keys, extra_keys, main_blocks, main_blocks + extra_blocks};
 }
 
-// Blocks of split `split` (0 <= split < num_splits) of a row of `blocks` blocks.
-SGL_DSV4_HOST_DEVICE constexpr BlockRange split_range(int blocks, int split, int num_splits) {
-  const int each = blocks / num_splits;
-  const int longer = blocks % num_splits;  // this many leading splits get one block more
+// Blocks of split `split` (0 <= split < num_splits) of a row of `blocks` blocks. `each` = blocks / num_splits.
+SGL_DSV4_HOST_DEVICE constexpr BlockRange split_range(int blocks, int split, int num_splits, int each) {
+  const int longer = blocks - each * num_splits;  // this many leading splits get one block more
   const int begin = split * each + (split < longer ? split : longer);
   return {begin, begin + each + (split < longer ? 1 : 0)};
+}
+SGL_DSV4_HOST_DEVICE constexpr BlockRange split_range(int blocks, int split, int num_splits) {
+  return split_range(blocks, split, num_splits, blocks / num_splits);
 }
 
 // Keys of block `block` (0 <= block < row.blocks).

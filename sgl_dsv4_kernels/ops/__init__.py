@@ -3,11 +3,12 @@
 import torch
 
 from sgl_dsv4_kernels._extension import build_info
-from sgl_dsv4_kernels.ops import decode, store
+from sgl_dsv4_kernels.ops import decode, query, store
 from sgl_dsv4_kernels.ops.decode import DecodeOutput, combine_splits, sparse_decode, sparse_decode_partial
+from sgl_dsv4_kernels.ops.query import query_norm_rope
 from sgl_dsv4_kernels.ops.store import compress_norm_rope_store, norm_rope_store
 
-COMPILED = ("norm_rope_store", "compress_norm_rope_store", "combine_splits")
+COMPILED = ("norm_rope_store", "compress_norm_rope_store", "combine_splits", "query_norm_rope")
 """Ops whose CUDA implementation is in the extension, if that was built with CUDA code."""
 
 
@@ -22,6 +23,7 @@ def _without_cuda_code(*arguments: object) -> None:
 _library = torch.library.Library("sgl_dsv4_kernels", "IMPL")  # registrations live as long as this object
 store.register(_library)
 decode.register(_library)
+query.register(_library)
 if build_info()["cuda"] == "none":
     for _name in COMPILED:
         _library.impl(_name, _without_cuda_code, "CUDA")
@@ -31,6 +33,7 @@ __all__ = [
     "combine_splits",
     "compress_norm_rope_store",
     "norm_rope_store",
+    "query_norm_rope",
     "sparse_decode",
     "sparse_decode_partial",
 ]

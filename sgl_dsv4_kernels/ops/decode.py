@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 
 from sgl_dsv4_kernels import sm90_decode
-from sgl_dsv4_kernels.checks import check_stride, check_tensor, freqs_as_float
+from sgl_dsv4_kernels.checks import check_stride, check_tensor
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
+from sgl_dsv4_kernels.ops.query import Prologue, Rope, check_prologue, check_rope, run_first
 from sgl_dsv4_kernels.reference import decode as reference
 from sgl_dsv4_kernels.reference.decode import OUTPUTS, DecodeOutput, Source
+from sgl_dsv4_kernels.reference.query import query_norm_rope
 from sgl_dsv4_kernels.settings import settings
 from sgl_dsv4_kernels.split_partition import batch_invariant_num_splits, cached_num_splits, choose_num_splits
 
 HEADS = (8, 16, 32, 64, 128)
 """Numbers of heads that the kernels take."""
 BACKENDS = ("sm90", "triton", "torch")
-_INDEX = (torch.int32, torch.int64)
 
 
 def sparse_decode(
@@ -36,7 +37,9 @@ def sparse_decode(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     backend: str | None = None,
-    inverse_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    q_norm_eps: float | None = None,
+    q_rope: Rope | None = None,
+    inverse_rope: Rope | None = None,
     output: str = "bf16",
     return_amax: bool = False,
     out: torch.Tensor | None = None,
@@ -58,11 +61,14 @@ def sparse_decode(
         extra_cache, extra_page_size, extra_indices, extra_topk_length: the second cache, attended in the same softmax;
             the first three come together or not at all.
         layout, extra_layout: a CacheLayout or its lower-case name; extra_layout None = layout.
-        num_splits: None = chosen from shapes (`split_partition.choose_num_splits`). 1 = no partials in memory.
+        num_splits: None = chosen from shapes (`split_partition.choose_num_splits`, `sm90_decode.choose_plan`). 1 = no
+            partials in memory.
         batch_invariant: fix the split size, so that a row's bits do not depend on T or on other rows. Not together with
             num_splits.
         backend: None (the fastest here), "sm90" (Hopper, layout v4), "triton" (CUDA from sm_80 on) or "torch" (the
             reference).
+        q_norm_eps, q_rope: what `query_norm_rope` does with norm_eps and rope is done to q first, in the same kernel
+            where the backend can: the output is that of the two calls.
         inverse_rope: (freqs_cis, positions): [P, 32] complex64 or [P, 64] fp32 (cos, sin), and [T] int32 or int64.
             Rotates the last 64 channels back. A position outside [0, P) gives NaN there; SGL_DSV4_CHECK=1 makes it a
             ValueError.
@@ -83,16 +89,16 @@ def sparse_decode(
         q, cache, indices, topk_length, page_size, layout,
         extra_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout,
     )  # fmt: skip
-    backend = resolve_backend(backend, q.device)
-    _check_backend(backend, main, extra)
+    backend = _usable_backend(backend, q.device, main, extra)
     scale = _check_scale(softmax_scale)
+    prologue = check_prologue("q_norm_eps", q_norm_eps, "q_rope", q_rope, q.shape[0], q.device)
     freqs, positions = _check_epilogue(q.shape[0], q.shape[1], q.device, attn_sink, inverse_rope, output)
     result = _outputs(q.shape[0], q.shape[1], q.device, output, return_amax, out, lse)
-    splits = _resolve_num_splits(q, main, extra, num_splits, batch_invariant)
+    splits = _resolve_num_splits(q, main, extra, num_splits, batch_invariant, backend)
     if q.shape[0] == 0:
         return result
     ops = torch.ops.sgl_dsv4_kernels
-    attention = (*_flat(q, main, extra), scale, *layout_codes, batch_invariant)
+    attention = (*_flat(q, main, extra), scale, *layout_codes, batch_invariant, *prologue)
     if splits == 1:
         ops.sparse_decode(*attention, attn_sink, freqs, positions, OUTPUTS.index(output), backend, *result)
         return result
@@ -118,6 +124,8 @@ def sparse_decode_partial(
     layout: CacheLayout | str = CacheLayout.V4,
     extra_layout: CacheLayout | str | None = None,
     backend: str | None = None,
+    q_norm_eps: float | None = None,
+    q_rope: Rope | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every split alone, for `combine_splits`. Which keys a split has: split_partition.py.
 
@@ -132,14 +140,14 @@ def sparse_decode_partial(
         q, cache, indices, topk_length, page_size, layout,
         extra_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout,
     )  # fmt: skip
-    backend = resolve_backend(backend, q.device)
-    _check_backend(backend, main, extra)
+    backend = _usable_backend(backend, q.device, main, extra)
     scale = _check_scale(softmax_scale)
     _check_positive("num_splits", num_splits)
+    prologue = check_prologue("q_norm_eps", q_norm_eps, "q_rope", q_rope, q.shape[0], q.device)
     o_accum, lse_accum = _partials(q, num_splits)
     if q.shape[0] > 0:
         torch.ops.sgl_dsv4_kernels.sparse_decode_partial(
-            *_flat(q, main, extra), scale, *layout_codes, False, True, backend, o_accum, lse_accum
+            *_flat(q, main, extra), scale, *layout_codes, False, *prologue, True, backend, o_accum, lse_accum
         )
     return o_accum, lse_accum
 
@@ -149,7 +157,7 @@ def combine_splits(
     lse_accum: torch.Tensor,
     *,
     attn_sink: torch.Tensor | None = None,
-    inverse_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    inverse_rope: Rope | None = None,
     output: str = "bf16",
     return_amax: bool = False,
     out: torch.Tensor | None = None,
@@ -186,18 +194,26 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
     if backend is not None and backend not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"backend: expected None or one of {names}, got {backend!r}")
+    if backend is None and device.type != "cuda":
+        return "torch"
+    lacking = sm90_decode.missing(device) if backend in (None, "sm90") else None
     if backend is None:
-        return "triton" if device.type == "cuda" else "torch"
-    if backend == "sm90" and (reason := sm90_decode.missing(device)):
-        raise ValueError(f"backend: 'sm90' {reason}")
+        backend = "sm90" if lacking is None and settings.sm90 else "triton"
+    elif lacking is not None:
+        raise ValueError(f"backend: 'sm90' {lacking}")
     if backend == "triton":
         _check_triton(device)
     return backend
 
 
-def _check_backend(backend: str, main: Source, extra: Source | None) -> None:
-    if backend == "sm90" and (reason := sm90_decode.unsupported(main, extra)):
+def _usable_backend(backend: str | None, device: torch.device, main: Source, extra: Source | None) -> str:
+    """The backend to run on these caches: where "sm90" was not asked for and does not take them, "triton"."""
+    resolved = resolve_backend(backend, device)
+    if resolved != "sm90" or (reason := sm90_decode.unsupported(main, extra)) is None:
+        return resolved
+    if backend is not None:
         raise ValueError(reason)
+    return resolve_backend("triton", device)
 
 
 def _check_triton(device: torch.device) -> None:
@@ -215,7 +231,7 @@ def _check_triton(device: torch.device) -> None:
 
 
 def _resolve_num_splits(
-    q: torch.Tensor, main: Source, extra: Source | None, num_splits: int | None, batch_invariant: bool
+    q: torch.Tensor, main: Source, extra: Source | None, num_splits: int | None, batch_invariant: bool, backend: str
 ) -> int:
     if num_splits is not None:
         if batch_invariant:
@@ -227,7 +243,10 @@ def _resolve_num_splits(
         return batch_invariant_num_splits(keys)
     if q.device.type != "cuda":
         return 1
-    # Tracing goes through the plain function: a cache lookup is not traceable.
+    # Tracing goes through the plain functions: a cache lookup is not traceable.
+    if backend == "sm90":
+        plan = sm90_decode.choose_plan if torch.compiler.is_compiling() else sm90_decode.cached_plan
+        return plan(q.shape[0], q.shape[1], keys, _sm_count(q.device)).num_splits
     choose = choose_num_splits if torch.compiler.is_compiling() else cached_num_splits
     return choose(q.shape[0], q.shape[1], keys, _sm_count(q.device))
 
@@ -328,7 +347,7 @@ def _check_epilogue(
     heads: int,
     device: torch.device,
     attn_sink: torch.Tensor | None,
-    inverse_rope: tuple[torch.Tensor, torch.Tensor] | None,
+    inverse_rope: Rope | None,
     output: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Check sink, RoPE and output kind; returns freqs_cis as [P, 64] fp32 and positions, or two None."""
@@ -337,19 +356,7 @@ def _check_epilogue(
     if attn_sink is not None:
         check_tensor("attn_sink", attn_sink, shape=(heads,), dtype=torch.float32, device=device)
         check_stride("attn_sink", attn_sink, 0, 1)
-    if inverse_rope is None:
-        return None, None
-    if not isinstance(inverse_rope, (tuple, list)) or len(inverse_rope) != 2:
-        raise TypeError(f"inverse_rope: expected a pair (freqs_cis, positions), got {type(inverse_rope).__name__}")
-    freqs = freqs_as_float(inverse_rope[0], device)
-    positions = inverse_rope[1]
-    check_tensor("positions", positions, shape=(tokens,), dtype=_INDEX, device=device)
-    if settings.check and bool(((positions < 0) | (positions >= freqs.shape[0])).any()):
-        raise ValueError(
-            f"positions: expected values in [0, {freqs.shape[0]}), the rows of freqs_cis, got "
-            f"{int(positions.min())} to {int(positions.max())}"
-        )
-    return freqs, positions
+    return check_rope("inverse_rope", inverse_rope, tokens, device)
 
 
 # ---- tensors ----
@@ -407,6 +414,19 @@ def _sources(
     return main, Source(extra_cache, extra_indices, extra_topk_length, extra_page_size, second)
 
 
+def _run_time_backend(backend: str, main: Source, extra: Source | None) -> str:
+    """The backend that was chosen, but "triton" where torch.compile took a cache for aligned that is not."""
+    return "triton" if backend == "sm90" and sm90_decode.unsupported(main, extra) else backend
+
+
+def _before(backend: str, q: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, Prologue]:
+    """The query and what is left for the backend's own kernel to do to it."""
+    if backend == "triton":
+        return q, prologue
+    # The reference stays torch on a GPU too: it is what the kernels are compared with.
+    return (query_norm_rope if backend == "torch" else run_first)(q, *prologue), (None, None, None)
+
+
 def _write(results: tuple[torch.Tensor | None, ...], targets: tuple[torch.Tensor | None, ...]) -> None:
     for result, target in zip(results, targets, strict=True):
         if target is not None:
@@ -415,25 +435,28 @@ def _write(results: tuple[torch.Tensor | None, ...], targets: tuple[torch.Tensor
 
 def _sparse_decode_op(
     q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
-    softmax_scale, layout, extra_layout, batch_invariant, attn_sink, freqs_cis, positions, output, backend, out, lse,
-    scales, amax,
+    softmax_scale, layout, extra_layout, batch_invariant, q_norm_eps, q_freqs_cis, q_positions, attn_sink, freqs_cis,
+    positions, output, backend, out, lse, scales, amax,
 ) -> None:  # fmt: skip
     main, extra = _sources(
         cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
         extra_layout,
     )  # fmt: skip
+    backend = _run_time_backend(backend, main, extra)
+    q, prologue = _before(backend, q, (q_norm_eps, q_freqs_cis, q_positions))
     if backend == "triton":
         from sgl_dsv4_kernels import triton_launch
 
         epilogue = triton_launch.Epilogue(output, scales, amax, attn_sink, freqs_cis, positions)
         triton_launch.launch(
-            q, main, extra, softmax_scale, out, lse, epilogue=epilogue, batch_invariant=batch_invariant
-        )
+            q, main, extra, softmax_scale, out, lse, prologue=prologue, epilogue=epilogue,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         return
     if backend == "sm90":
-        sm90_decode.launch(
-            q, main, extra, softmax_scale, (attn_sink, freqs_cis, positions, output), (out, lse, scales, amax)
-        )
+        epilogue = (attn_sink, freqs_cis, positions, output)
+        result = (out, lse, scales, amax)
+        sm90_decode.launch(q, main, extra, softmax_scale, epilogue, result, batch_invariant=batch_invariant)
         return
     results = reference.sparse_decode(
         q, main, extra, softmax_scale=softmax_scale, attn_sink=attn_sink, freqs_cis=freqs_cis, positions=positions,
@@ -444,21 +467,27 @@ def _sparse_decode_op(
 
 def _sparse_decode_partial_op(
     q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
-    softmax_scale, layout, extra_layout, batch_invariant, fill_empty, backend, o_accum, lse_accum,
+    softmax_scale, layout, extra_layout, batch_invariant, q_norm_eps, q_freqs_cis, q_positions, fill_empty, backend,
+    o_accum, lse_accum,
 ) -> None:  # fmt: skip
     main, extra = _sources(
         cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
         extra_layout,
     )  # fmt: skip
+    backend = _run_time_backend(backend, main, extra)
+    q, prologue = _before(backend, q, (q_norm_eps, q_freqs_cis, q_positions))
     if backend == "triton":
         from sgl_dsv4_kernels import triton_launch
 
         triton_launch.launch(
-            q, main, extra, softmax_scale, o_accum, lse_accum, fill_empty=fill_empty, batch_invariant=batch_invariant
-        )
+            q, main, extra, softmax_scale, o_accum, lse_accum, prologue=prologue, fill_empty=fill_empty,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         return
     if backend == "sm90":
-        sm90_decode.launch_partial(q, main, extra, softmax_scale, o_accum, lse_accum, fill_empty=fill_empty)
+        sm90_decode.launch_partial(
+            q, main, extra, softmax_scale, o_accum, lse_accum, fill_empty=fill_empty, batch_invariant=batch_invariant
+        )
         return
     results = reference.sparse_decode_partial(q, main, extra, num_splits=o_accum.shape[0], softmax_scale=softmax_scale)
     _write(results, (o_accum, lse_accum))

@@ -4,6 +4,9 @@
 `fused_rope_inplace(inverse=True)` (B3) on what came back. B4 and B1 only note whose call it is. If B2 has rotated its
 output, B3 of that very output returns without rotating it again; a B4 that ends without that B3 is an error, because
 the output has then been used wrongly.
+
+B5 (query.py) may have left the query raw, for B2 to normalise and rotate. Whoever else reads the query in B1 finds
+rubbish: B2 fills it in before SGLang's kernel runs, and a B1 that has not come to B2 at all is run again.
 """
 
 from __future__ import annotations
@@ -41,6 +44,44 @@ class AttentionCall:
 
 
 @dataclass(slots=True)
+class RawQuery:
+    """A query before `fused_q_norm_rope` (B5)."""
+
+    raw: torch.Tensor
+    """[T, h, 512]. Referenced until the layer's forward ends: by then every stream has joined that reads it."""
+    output: torch.Tensor
+    """[T, h, 512] of the same heads, which SGLang passes on; rubbish unless ``filled``."""
+    eps: float
+    fill: Callable[[], None]
+    """SGLang's kernel: writes ``output``."""
+    filled: bool = False
+    used: bool = False
+    """A decode of ours has taken ``raw``."""
+
+    def is_lost(self) -> bool:
+        """Neither did our decode take the raw query, nor was it made ready for anybody else."""
+        return not (self.filled or self.used)
+
+    def complete(self) -> None:
+        """Fill ``output``, once."""
+        if not self.filled:
+            self.fill()
+            self.filled = True
+
+    def lies_in(self, q: torch.Tensor) -> bool:
+        return self.output.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+
+    def is_heads_of(self, q: torch.Tensor, heads: int) -> bool:
+        """Whether ``output`` is the first ``heads`` heads of q [T, 1, h, 512]."""
+        rows, own = self.output.shape[:2]
+        return (
+            (rows, own, q.data_ptr()) == (q.shape[0], heads, self.output.data_ptr())
+            and (rows == 1 or q.stride(0) == self.output.stride(0))
+            and q.stride(2) == self.output.stride(1)
+        )
+
+
+@dataclass(slots=True)
 class ModelCall:
     """The layer's forward in progress (B4)."""
 
@@ -50,6 +91,8 @@ class ModelCall:
     positions: torch.Tensor
     rotated: torch.Tensor | None = None
     """[T, h, 512]: an output that B2 has rotated and B3 has not seen yet."""
+    mode: Any = None
+    query: RawQuery | None = None
 
 
 @dataclass(slots=True)
@@ -64,6 +107,8 @@ class Request:
     """Heads of the tensor that is returned."""
     model: ModelCall | None
     """Whose inverse RoPE is done too."""
+    query: RawQuery | None
+    """Whose raw values are ``q``."""
 
 
 _attention: ContextVar[AttentionCall | None] = ContextVar("sgl_dsv4_attention", default=None)
@@ -85,7 +130,18 @@ def model_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
             "sgl_dsv4_kernels: the decode has applied the inverse RoPE, and this SGLang then went another way than "
             "fused_rope_inplace: the layer's output is wrong. SGL_DSV4_KERNELS=store serves without our decode."
         )
+    if call is not None and call.query is not None and call.query.is_lost():
+        raise RuntimeError(
+            "sgl_dsv4_kernels: the query's norm and RoPE were left to the decode, and this SGLang then went another "
+            "way than DeepseekV4AttnBackend.forward: the layer's output is wrong. Serve without fused in "
+            "SGL_DSV4_KERNELS."
+        )
     return result
+
+
+def model_call() -> ModelCall | None:
+    """The layer's forward in progress."""
+    return _model.get()
 
 
 def _model_call(plugin: state.Plugin, args: tuple, kwargs: dict[str, Any]) -> ModelCall | None:
@@ -105,7 +161,8 @@ def _model_call(plugin: state.Plugin, args: tuple, kwargs: dict[str, Any]) -> Mo
     in_breakable_graph = names.get("is_in_breakable_cuda_graph")
     if in_breakable_graph is not None and in_breakable_graph() and values["forward_batch"].forward_mode.is_extend():
         return None  # the output is copied into another tensor, and some rows are padding
-    return ModelCall(getattr(layer, "attn_mqa", None), freqs_cis, positions)
+    mode = values["forward_batch"].forward_mode
+    return ModelCall(getattr(layer, "attn_mqa", None), freqs_cis, positions, mode=mode)
 
 
 def backend_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -115,9 +172,25 @@ def backend_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     values = state.current().hooks["B1"].binder.bind(args, kwargs)
     token = _attention.set(AttentionCall(values["layer"], values["forward_batch"].forward_mode))
     try:
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if _give_up_on_lost_query():
+            result = original(*args, **kwargs)
+        return result
     finally:
         _attention.reset(token)
+
+
+def _give_up_on_lost_query() -> bool:
+    """After a backend call that has not come to B2, or with a copy of the query: make the query ready, and defer none
+    from now on. True if there was such a query."""
+    model = _model.get()
+    if model is None or model.query is None or not model.query.is_lost():
+        return False
+    plugin = state.current()
+    plugin.problems["B5"] = "this backend reads the query elsewhere than in flash_mla_with_kvcache"
+    plugin.ledger.decline(plugin.hooks["B5"].target.label, Declined(plugin.problems["B5"]))
+    model.query.complete()
+    return True
 
 
 def flash_mla_with_kvcache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +198,24 @@ def flash_mla_with_kvcache(original: Callable[..., Any], *args: Any, **kwargs: A
     call = _attention.get()
     if call is None or is_traced():
         return original(*args, **kwargs)  # not DeepSeek-V4's
-    return serve("B2", original, args, kwargs, lambda values: _request(values, call), _run, _compare)
+    return serve("B2", _with_query(original), args, kwargs, lambda values: _request(values, call), _run, _compare)
+
+
+def _with_query(original: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's kernel, which reads a query: one that was left raw is made ready first."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _complete_query(state.current().hooks["B2"].binder.bind(args, kwargs)["q"])
+        return original(*args, **kwargs)
+
+    return run
+
+
+def _complete_query(q: torch.Tensor) -> None:
+    """If ``q`` is a view of the layer's query, and that was left raw: fill it. (A copy of it cannot be helped here.)"""
+    model = _model.get()
+    if model is not None and model.query is not None and model.query.lies_in(q):
+        model.query.complete()
 
 
 def fused_rope_inplace(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -202,10 +292,17 @@ def _request(values: dict[str, Any], call: AttentionCall) -> Request:
     model = _model.get() if plugin.fuses_inverse_rope else None
     if model is not None and (model.attention is not call.layer or model.positions.shape != (rows,)):
         model = None
+    query = None
     if model is not None:
         arguments["inverse_rope"] = (model.freqs_cis, model.positions)
+        query = model.query if model.query is not None and model.query.is_heads_of(q, heads) else None
+    if query is not None:
+        rope = (model.freqs_cis, model.positions)
+        arguments |= {"q": query.raw, "q_norm_eps": query.eps, "q_rope": rope}
+    else:
+        _complete_query(q)
     # In a breakable CUDA graph, which takes target-verify for an extend, the caller copies into a padded tensor.
-    return Request(arguments, heads, padded if call.mode.is_extend() else heads, model)
+    return Request(arguments, heads, padded if call.mode.is_extend() else heads, model, query)
 
 
 def _pages(name: str, cache: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -235,6 +332,8 @@ def _run(request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     result = dk.sparse_decode(**request.arguments, out=own)
     if request.model is not None:
         request.model.rotated = own
+    if request.query is not None:
+        request.query.used = True
     return out, result.lse.unsqueeze(-1)
 
 

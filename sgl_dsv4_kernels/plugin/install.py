@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sgl_dsv4_kernels.plugin import attention, state, store, verify
+from sgl_dsv4_kernels.plugin import attention, query, state, store, verify
 from sgl_dsv4_kernels.plugin.options import Options
 from sgl_dsv4_kernels.plugin.targets import BY_KEY, TARGETS, Binder, Target, signature_problem
 
@@ -22,6 +22,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "B2": attention.flash_mla_with_kvcache,
     "B3": attention.fused_rope_inplace,
     "B4": attention.model_forward,
+    "B5": query.fused_q_norm_rope,
 }
 
 

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-KERNELS = ("off", "store", "decode", "all")
+KERNELS = ("off", "store", "decode", "all", "decode,fused", "all,fused")
+"""``fused``: the decode also normalises and rotates the query. It goes with the decode only."""
 
 
 def _flag(environment: Mapping[str, str], name: str) -> bool:
@@ -26,7 +27,7 @@ class Options:
     """Raises ValueError for a value that a variable does not take."""
 
     kernels: str = "all"
-    """SGL_DSV4_KERNELS: which hooks: "off", "store", "decode" or "all"."""
+    """SGL_DSV4_KERNELS: which hooks, one of KERNELS."""
     verify: bool = False
     """SGL_DSV4_VERIFY=1: shadow mode. SGLang's kernels serve, ours run beside them, the results are compared."""
     strict: bool = False
@@ -38,7 +39,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.kernels not in KERNELS:
-            raise ValueError(f"SGL_DSV4_KERNELS: expected one of {', '.join(KERNELS)}, got {self.kernels!r}")
+            raise ValueError(f"SGL_DSV4_KERNELS: expected one of {' | '.join(KERNELS)}, got {self.kernels!r}")
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> Options:
@@ -55,5 +56,6 @@ class Options:
         )
 
     def wants(self, part: str) -> bool:
-        """Whether hooks of ``part`` ("store" or "decode") are wanted."""
-        return self.kernels in (part, "all")
+        """Whether hooks of ``part`` ("store", "decode" or "fused") are wanted."""
+        words = self.kernels.split(",")
+        return part in words or (part != "fused" and "all" in words)

@@ -76,6 +76,11 @@ class Plugin:
         return self.started and all(self.is_active(key) for key in ("B1", "B2", "B3", "B4"))
 
     @property
+    def fuses_query(self) -> bool:
+        """Whether the query's norm and RoPE may be left to our decode."""
+        return self.fuses_inverse_rope and self.is_active("B5")
+
+    @property
     def batch_invariant(self) -> bool:
         """SGLang's --enable-deterministic-inference, read at the first decode: it is not known when plugins load."""
         if self._batch_invariant is None:
@@ -134,6 +139,8 @@ class Plugin:
             f"inverse RoPE {'in our decode' if self.fuses_inverse_rope else 'by SGLang'};",
             f"SGL_DSV4_KERNELS={self.options.kernels}",
         ]
+        if self.options.wants("fused"):
+            words.insert(-1, f"the query's norm and RoPE {'in our decode' if self.fuses_query else 'by SGLang'};")
         if self.options.verify:
             words.append("SGL_DSV4_VERIFY=1 (SGLang's kernels serve, ours are compared)")
         return " ".join(words)

@@ -30,7 +30,7 @@ class Target:
 
     key: str
     part: str
-    """The switch it belongs to: "store" or "decode"."""
+    """The switch it belongs to: "store", "decode" or "fused"."""
     paths: tuple[Path, ...]
     """Newest first."""
     reads: tuple[str, ...]
@@ -164,6 +164,19 @@ TARGETS: tuple[Target, ...] = (
         paths=(Path(f"{_MODEL}.MQALayer.forward"),),
         reads=("positions", "forward_batch"),
         context_only=True,
+    ),
+    Target(  # the query's RMSNorm and RoPE, which our decode can do as it loads the query
+        key="B5",
+        part="fused",
+        paths=_paths(
+            "fused_q_norm_rope",
+            f"{_OPS}.dsv4.norm_rope",  # 0.5.23
+            f"{_OPS}.dsv4.elementwise",  # 0.5.17
+            "sglang.jit_kernel.dsv4.elementwise",  # 0.5.13
+            "sglang.jit_kernel.deepseek_v4",  # 0.5.12
+        ),
+        reads=("q_input", "q_output", "eps", "freqs_cis", "positions"),
+        consumers=(_MODEL,),
     ),
 )
 BY_KEY = MappingProxyType({target.key: target for target in TARGETS})

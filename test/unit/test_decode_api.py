@@ -207,7 +207,7 @@ def test_batch_invariant_rows():
 def op_arguments(problem: td.Problem) -> tuple:
     main, extra = problem.main, problem.extra
     tail = (extra.cache, extra.indices, extra.length, main.page_size, extra.page_size, 512**-0.5, 0, 0, False)
-    return problem.q, main.cache, main.indices, main.length, *tail
+    return problem.q, main.cache, main.indices, main.length, *tail, None, None, None
 
 
 def test_opcheck(problem):

@@ -122,8 +122,7 @@ struct Half {
 
 // O = O * decay + P V for half of the channels.
 template <int kHalf>
-__device__ __forceinline__ void add_values(Half& o, const Place& place, SharedMemory& shared, int stage,
-                                           bool first) {
+__device__ __forceinline__ void add_values(Half& o, const Place& place, SharedMemory& shared, int stage, bool first) {
   const float2 decay = make_float2(shared.decay[stage][place.row], shared.decay[stage][place.row + 8]);
   if (!first) {
 #pragma unroll

@@ -29,11 +29,12 @@ __device__ __forceinline__ void consumers_meet() {
   ptx::bar_sync(kConsumersMeet, kConsumerThreads);
 }
 
-// The block's heads into shared memory at `q`, in blocks of kHeads rows, by both warpgroups: starts the copies. Heads past
-// the last become zeros.
+// The block's heads into shared memory at `q`, in blocks of kHeads rows, by both warpgroups: starts the copies. Heads
+// past the last become zeros.
 template <int kHeads>
 __device__ __forceinline__ void load_q(const DecodeParams& p, const Work& w, uint32_t q) {
-  const uint16_t* rows = static_cast<const uint16_t*>(p.q) + w.token * p.stride_q_token + w.first_head * p.stride_q_head;
+  const uint16_t* rows =
+      static_cast<const uint16_t*>(p.q) + w.token * p.stride_q_token + w.first_head * p.stride_q_head;
   constexpr int kVectors = kHeadDim / 8;  // of 16 bytes, a row
   constexpr int kStep = kConsumerThreads / kVectors;
   const int first = static_cast<int>(threadIdx.x) / kVectors;
@@ -42,7 +43,8 @@ __device__ __forceinline__ void load_q(const DecodeParams& p, const Work& w, uin
 #pragma unroll
     for (int head = first; head < first + kHeads; head += kStep) {
       const bool wanted = head < w.heads;
-      ptx::cp_async_16_if(wanted, q + q_offset(head, channel, kHeads), rows + (wanted ? head : 0) * p.stride_q_head + channel);
+      ptx::cp_async_16_if(wanted, q + q_offset(head, channel, kHeads),
+                          rows + (wanted ? head : 0) * p.stride_q_head + channel);
     }
     return;
   }

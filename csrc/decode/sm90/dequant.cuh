@@ -1,14 +1,14 @@
 // e4m3 codes times a UE8M0 scale to bf16, rounded once.
 //
-// A code is s eeee mmm with bias 7, a bf16 is s eeeeeeee mmmmmmm with bias 127. With the code's sign in the bf16's sign and
-// its other seven bits at bits 10 .. 4, exponent eeee and mantissa mmm0000 read as the code's value times 2^(7 - 127):
-// subnormal codes too, as subnormals of bf16. The product with 2^(120 + e - 127), e the scale byte, is the result; both
-// factors are exact, so it is rounded once, and only if it is a subnormal of bf16. 2^(e - 7) is a bf16 up to e = 134.
-// Larger scales take a second factor; the first product is then exact and normal. No model has them: they are noticed, and
-// mended outside of the usual path, as is the scale byte 255, NaN.
+// A code is s eeee mmm with bias 7, a bf16 is s eeeeeeee mmmmmmm with bias 127. With the code's sign in the bf16's sign
+// and its other seven bits at bits 10 .. 4, exponent eeee and mantissa mmm0000 read as the code's value times 2^(7 -
+// 127): subnormal codes too, as subnormals of bf16. The product with 2^(120 + e - 127), e the scale byte, is the
+// result; both factors are exact, so it is rounded once, and only if it is a subnormal of bf16. 2^(e - 7) is a bf16 up
+// to e = 134. Larger scales take a second factor; the first product is then exact and normal. No model has them: they
+// are noticed, and mended outside of the usual path, as is the scale byte 255, NaN.
 //
-// Codes 0x7f and 0xff are NaN. They too are only noticed: one NaN anywhere in a row makes all scores of that key NaN, and
-// with them the whole result, so one is stored where it is cheap.
+// Codes 0x7f and 0xff are NaN. They too are only noticed: one NaN anywhere in a row makes all scores of that key NaN,
+// and with them the whole result, so one is stored where it is cheap.
 #pragma once
 
 #include <cstdint>

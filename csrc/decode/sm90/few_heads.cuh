@@ -1,5 +1,5 @@
-// The consuming warpgroups for 8, 16 or 32 heads a block: keys are rows and heads are columns, so that no part of a product
-// is padding. S^T = K Q^T, online softmax down the columns, O^T += V^T P^T.
+// The consuming warpgroups for 8, 16 or 32 heads a block: keys are rows and heads are columns, so that no part of a
+// product is padding. S^T = K Q^T, online softmax down the columns, O^T += V^T P^T.
 //
 // Warpgroup 0 computes the scores of a tile (64 keys x kHeads) and puts the weights, as bf16, and the heads' decay into
 // shared memory; then each warpgroup adds to its half of the channels, four blocks of 64. Buffers as in attend.cuh.
@@ -112,8 +112,7 @@ struct FewHeads {
         const uint32_t at = weights + weight_offset(place.row, head);
         ptx::st_shared(at, ptx::cvt_bf16x2(s[4 * j], s[4 * j + 1]));
         ptx::st_shared(at + kWeightGroupBytes, ptx::cvt_bf16x2(s[4 * j + 2], s[4 * j + 3]));
-        if (place.row == 0)
-          *reinterpret_cast<float2*>(&shared.decay[stage][head]) = make_float2(decay[0], decay[1]);
+        if (place.row == 0) *reinterpret_cast<float2*>(&shared.decay[stage][head]) = make_float2(decay[0], decay[1]);
       }
       ptx::fence_proxy_async();
     }
@@ -159,9 +158,9 @@ struct FewHeads {
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int k = 0; k < kTileKeys / 16; ++k)
-        wgmma_channels_by_heads(
-            o[block], values + descriptor_step((kHalf * kBlocks + block) * kBlockBytes + k * 2 * kGroupBytes),
-            weights + descriptor_step(k * 2 * kWeightGroupBytes), !first || k > 0);
+        wgmma_channels_by_heads(o[block],
+                                values + descriptor_step((kHalf * kBlocks + block) * kBlockBytes + k * 2 * kGroupBytes),
+                                weights + descriptor_step(k * 2 * kWeightGroupBytes), !first || k > 0);
     }
     wgmma_commit();
     wgmma_wait<0>(o[0]);

@@ -1,9 +1,9 @@
 // The gathering warpgroups: index lists -> rows of the cache -> bf16 tiles in shared memory.
 //
-// A warp has 8 keys of every tile, 4 lanes a key. One load instruction takes 64 consecutive bytes of each of its 8 rows:
-// nine of them are a row, the first seven one scale group each, the last two the RoPE part. The registers of a load are
-// reused at once: as soon as chunk j of this tile has been read out of them, chunk j of the next tile is on its way into
-// them, so a whole tile is in flight all the time.
+// A warp has 8 keys of every tile, 4 lanes a key. One load instruction takes 64 consecutive bytes of each of its 8
+// rows: nine of them are a row, the first seven one scale group each, the last two the RoPE part. The registers of a
+// load are reused at once: as soon as chunk j of this tile has been read out of them, chunk j of the next tile is on
+// its way into them, so a whole tile is in flight all the time.
 #pragma once
 
 #include <cstdint>
@@ -72,8 +72,8 @@ __device__ __forceinline__ int load_slot(const DecodeParams& p, const Work& w, i
   return at < keys.end ? source.indices[w.token * source.stride_indices + at] : -1;
 }
 
-// The indices of a thread's key in the block's first two tiles, if all lengths are full: loaded beside the lengths instead
-// of after them. Nothing depends on an entry past the length.
+// The indices of a thread's key in the block's first two tiles, if all lengths are full: loaded beside the lengths
+// instead of after them. Nothing depends on an entry past the length.
 struct Guess {
   KeyBlock keys[2];
   int slot[2];
@@ -86,7 +86,7 @@ __device__ __forceinline__ int gather_key() {
 __device__ __forceinline__ Guess guess_slots(const DecodeParams& p, const Part& part) {
   const int width = p.source[0].width, extra_width = p.source[1].width;
   const RowBlocks row = row_blocks(width, width, extra_width, extra_width);
-  const BlockRange range = split_range(row.blocks, part.split, p.num_splits);
+  const BlockRange range = my_tiles(p, row, part.split);
   Guess guess;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -136,9 +136,9 @@ __device__ __forceinline__ void gather(const DecodeParams& p, const Work& w, con
   const int part = lane % kLanesPerKey;
   const int key = gather_key();
 
-  // Within a channel block a lane fills two neighbouring 16-byte chunks from its 16 codes, and one from each load of the
-  // RoPE part. Odd rows take the two halves of the RoPE part in the other order, so that the 8 lanes of a store phase,
-  // an even and an odd row, hit all banks.
+  // Within a channel block a lane fills two neighbouring 16-byte chunks from its 16 codes, and one from each load of
+  // the RoPE part. Odd rows take the two halves of the RoPE part in the other order, so that the 8 lanes of a store
+  // phase, an even and an odd row, hit all banks.
   const int swizzle = key % 8;
   const int odd = key % 2;
   const int tile_row = key * kRowBytes;

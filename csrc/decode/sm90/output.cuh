@@ -98,9 +98,9 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const Part& w
     if (p.o_accum == nullptr) {
       const float zeros[finish::kVec] = {};
       for (int group = 0; group < finish::kGroups; ++group)
-        finish::store_output(zeros, {w.token, w.first_head + head, group, lane,
-                                     group * finish::kGroupChannels + lane * finish::kVec},
-                             p.finish);
+        finish::store_output(
+            zeros, {w.token, w.first_head + head, group, lane, group * finish::kGroupChannels + lane * finish::kVec},
+            p.finish);
       if (lane != 0) continue;
       const CombineParams& f = p.finish;
       f.lse[w.token * f.stride_lse_token + (w.first_head + head) * f.stride_lse_head] = INFINITY;

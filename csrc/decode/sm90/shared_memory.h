@@ -1,8 +1,8 @@
 // Where everything lies in the shared memory of a block. Host code too: test/unit/test_decode_sm90.py checks it.
 //
-// A matrix of n rows (keys or heads) x 512 channels of bf16 is cut into 8 channel blocks of 64. A channel block is n rows
-// of 128 bytes; in each group of 8 rows (1024 bytes) the eight 16-byte chunks of row r stand in the order chunk ^ (r % 8),
-// the "128-byte swizzle" of wgmma. Read along the channels it is Q or K; read across, V.
+// A matrix of n rows (keys or heads) x 512 channels of bf16 is cut into 8 channel blocks of 64. A channel block is n
+// rows of 128 bytes; in each group of 8 rows (1024 bytes) the eight 16-byte chunks of row r stand in the order chunk ^
+// (r % 8), the "128-byte swizzle" of wgmma. Read along the channels it is Q or K; read across, V.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ inline constexpr int kTileHeads = 64;
 inline constexpr int kStages = 2;
 inline constexpr int kBlockChannels = 64;
 inline constexpr int kChannelBlocks = kHeadDim / kBlockChannels;
-inline constexpr int kRowBytes = kBlockChannels * 2;     // of one row in a channel block
-inline constexpr int kGroupBytes = 8 * kRowBytes;        // 8 rows: one period of the swizzle
-inline constexpr int kBlockBytes = 64 * kRowBytes;       // 64 rows x 64 channels
+inline constexpr int kRowBytes = kBlockChannels * 2;  // of one row in a channel block
+inline constexpr int kGroupBytes = 8 * kRowBytes;     // 8 rows: one period of the swizzle
+inline constexpr int kBlockBytes = 64 * kRowBytes;    // 64 rows x 64 channels
 inline constexpr int kTileBytes = kChannelBlocks * kBlockBytes;
 static_assert(kTileKeys == 64 && kRowBytes == 128 && kBlockBytes == 8192 && kTileBytes == 65536);
 
@@ -42,19 +42,16 @@ SGL_DSV4_HOST_DEVICE constexpr int weight_offset(int key, int head) {
   return (head / 8 * (kTileKeys / 8) + key / 8) * kWeightGroupBytes + key % 8 * 16 + head % 8 * 2;
 }
 
-// PTX ISA, "matrix descriptor": start address, leading and stride byte offsets in units of 16 bytes, swizzle mode 1 (128
-// bytes). Stride: between groups of 8 rows. Leading: between channel blocks, used only by an operand that is read across.
+// PTX ISA, "matrix descriptor": start address, leading and stride byte offsets in units of 16 bytes, swizzle mode 1
+// (128 bytes). Stride: between groups of 8 rows. Leading: between channel blocks, used only by an operand that is read
+// across.
 SGL_DSV4_HOST_DEVICE constexpr uint64_t operand_descriptor(uint32_t address) {
   return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kBlockBytes >> 4) << 16 |
          static_cast<uint64_t>(kGroupBytes >> 4) << 32 | static_cast<uint64_t>(1) << 62;
 }
-// The same without swizzle, for weights of few heads (weight_offset): leading byte offset between groups of 8 keys, stride
-// byte offset between groups of 8 heads.
+// The same without swizzle, for weights of few heads (weight_offset): leading byte offset between groups of 8 keys,
+// stride byte offset between groups of 8 heads.
 SGL_DSV4_HOST_DEVICE constexpr uint64_t weight_descriptor(uint32_t address) {
-#ifdef SGL_DSV4_SWAP
-  return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kWeightGroupBytes >> 4) << 32 |
-         static_cast<uint64_t>(kWeightGroupBytes * kTileKeys / 8 >> 4) << 16;
-#endif
   return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kWeightGroupBytes >> 4) << 16 |
          static_cast<uint64_t>(kWeightGroupBytes * kTileKeys / 8 >> 4) << 32;
 }
@@ -68,12 +65,12 @@ SGL_DSV4_HOST_DEVICE constexpr uint64_t descriptor_step(int bytes) {
 inline constexpr int kResultPitch = kHeadDim + 8;
 
 struct alignas(1024) SharedMemory {
-  uint8_t q[kTileBytes];                      // 64 heads; heads past the last are zeros
-  uint8_t keys[kStages][kTileBytes];          // 64 keys each; keys that are not attended are zeros. Later, results
-  uint8_t weights[2][kBlockBytes];            // P of the even and of the odd tiles, 64 heads x 64 keys of bf16
-  float decay[2][kTileHeads];                 // what O is multiplied by before P V is added
-  float unit[kTileHeads];                     // log2 of what weights were divided by in the last tile
-  float total[kTileHeads];                    // sum of weights, in that unit
+  uint8_t q[kTileBytes];              // 64 heads; heads past the last are zeros
+  uint8_t keys[kStages][kTileBytes];  // 64 keys each; keys that are not attended are zeros. Later, results
+  uint8_t weights[2][kBlockBytes];    // P of the even and of the odd tiles, 64 heads x 64 keys of bf16
+  float decay[2][kTileHeads];         // what O is multiplied by before P V is added
+  float unit[kTileHeads];             // log2 of what weights were divided by in the last tile
+  float total[kTileHeads];            // sum of weights, in that unit
   float sink[kTileHeads];
   float rotation[kRopeDim];                   // (cos, sin) of the row's position
   uint32_t attended[kStages][kTileKeys / 8];  // word w: bit 4 i belongs to key 8 w + i
@@ -83,8 +80,8 @@ struct alignas(1024) SharedMemory {
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + 2 * kBlockBytes);
 
-// The same for few heads, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four pairs of
-// heads.
+// The same for few heads, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four pairs
+// of heads.
 inline constexpr int kFewResultPitch = kHeadDim + 4;
 
 template <int kHeads>

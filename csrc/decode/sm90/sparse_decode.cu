@@ -1,23 +1,30 @@
-// The Hopper decode kernel: 64 heads x the keys of one split, warp-specialised.
+// The Hopper decode kernels, warp-specialised: a block has one row, one split and 64 heads (attend.cuh), or 8, 16 or 32
+// (few_heads.cuh).
 //
-//   index lists -> 2 gathering warpgroups -> keys[2] (bf16 tiles of 64 keys) -> 2 consuming warpgroups -> partial
+//   index lists -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys -> 2 consuming warpgroups -> results
+//   results in shared memory -> all warps -> partials, or with one split the epilogue and the outputs
 //
-// barrier          who arrives                     what becomes true
-// full[stage]      the 8 gathering warps           the tile and its attended mask lie in keys[stage]
-// empty[stage]     the 8 consuming warps           all products that read keys[stage] are done
-// kConsumersMeet   both consuming warpgroups       Q is in shared memory; later, a tile's P and decay are
+// barrier          who arrives                   what becomes true
+// full[stage]      the 8 gathering warps         the tile and its attended keys lie in keys[stage]
+// empty[stage]     the 8 consuming warps         all products that read keys[stage] are done
+// kConsumersMeet   both consuming warpgroups     Q is in shared memory; a tile's P and decay are; keys are not needed
+// again kScoresMeet      warpgroup 0, few heads        every warp's maxima of the tile are in shared memory
 //
-// Shared memory, of 227 KiB: Q 64, two tiles 128, P 16, and 1 for barriers, decay, masks.
-// Registers of a thread: O 128; with scores 32 and weights: 208 in warpgroup 0, 160 in warpgroup 1; a quarter of a raw
-// row 36 and its successor's address: 72 in the gathering warpgroups. 208 + 160 + 2 x 72 = 512 = 4 x 128.
+// Shared memory at 64 heads, of 227 KiB: Q 64, two tiles 128, P 16, and 1 for barriers, decay, masks. At 32 heads: two
+// tiles 128, Q 32, P 8. Registers of a thread at 64 heads: O 128, scores 32: 192 in warpgroup 0, 160 in warpgroup 1; a
+// quarter of a raw row 36, and where it goes and where the next one lies: 80 in the gathering warpgroups.
 //
-// Predicted at 1.95 GHz, per key and SM, at 64 heads (nanoseconds; cycles in brackets):
-//   device memory    18 (35)   584 bytes at 4.27 TB/s over 132 SMs
-//   gather           24 (47)   measured alone: 256 threads, a whole tile in flight
-//   tensor cores     16 (32)   Q K^T 16 + P V 16 cycles at the nominal rate
-//   shared memory    17 (33)   tile written 4 + read 8 + 8, Q re-read 8, P 2 + 2, and 1: 128 bytes a cycle
-//   a tile's chain   22 (43)   S 1100, softmax 500, P V 1100 cycles, not overlapped with each other
-// The gather should decide: 24 to 30 ns.
+// Nanoseconds a key and SM at 1.98 GHz, predicted before the code was written, and measured on an H200 by leaving
+// stages out (rows of 8320 keys, unsplit, one a SM):
+//                          predicted                                              measured at 64, 32, 16 heads a block
+//   device memory          18   584 bytes at 4.27 TB/s over 132 SMs
+//   gather, random rows    24   measured alone, 256 threads, a whole tile in flight       34      25     25
+//   conversion             11   8 integer instructions for 4 codes, half rate             16      14     15
+//   tensor cores           16   Q K^T and P V, 16 cycles each
+//   shared memory          17   tile written 4, read 8 + 8, Q 8, P 4 cycles
+//   a tile's chain         22   S, weights, P V one after another                         28      24     19
+//   all                    24 to 30                                                       45      34     30
+// The chain is as long as predicted, 24 % more; the gather is not, and the two do not hide each other fully.
 #include <atomic>
 
 #include "common/launch.h"
@@ -84,15 +91,14 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid
   if (warpgroup == 0) {
     ptx::setmaxnreg_inc<kScoreRegisters>();
     attend<0>(p, w, shared);
-    ptx::setmaxnreg_dec<kOutputRegisters>();
+    ptx::setmaxnreg_dec<kGatherRegisters>();
   } else if (warpgroup == 1) {
     ptx::setmaxnreg_inc<kValueRegisters>();
     attend<1>(p, w, shared);
-    ptx::setmaxnreg_dec<kOutputRegisters>();
+    ptx::setmaxnreg_dec<kGatherRegisters>();
   } else {
     ptx::setmaxnreg_dec<kGatherRegisters>();
     gather(p, w, guess, shared);
-    ptx::setmaxnreg_inc<kOutputRegisters>();
   }
   write_results(p, kTileHeads, kResultPitch, shared);
 }
@@ -156,7 +162,8 @@ cudaError_t sparse_decode_device_code() {
   return cudaSuccess;
 }
 
-cudaError_t launch_sparse_decode(const DecodeParams& p, bool pdl, cudaStream_t stream) {
+cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStream_t stream) {
+  DecodeParams p = params;
   if (p.num_tokens == 0) return cudaSuccess;
   if (p.num_heads < 1 || p.num_splits < 1 || (p.o_accum == nullptr && p.num_splits != 1)) return cudaErrorInvalidValue;
   if (cudaError_t err = sparse_decode_device_code(); err != cudaSuccess) return err;
@@ -165,6 +172,8 @@ cudaError_t launch_sparse_decode(const DecodeParams& p, bool pdl, cudaStream_t s
     const int64_t groups = (p.num_heads + v.block_heads - 1) / v.block_heads;
     const int64_t blocks = groups * p.num_splits * p.num_tokens;
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+    p.groups = make_divisor(static_cast<int32_t>(groups));
+    p.splits = make_divisor(p.num_splits);
     return launch_kernel(v.kernel, dim3(static_cast<uint32_t>(blocks)), dim3(kThreads), v.shared_bytes, pdl, stream, p);
   }
   return cudaErrorInvalidValue;

@@ -5,32 +5,10 @@
 
 #include <cstdint>
 
-#include "common/split_partition.h"
+#include "common/divisor.h"
 #include "decode/decode.h"
 
 namespace sgl_dsv4::sm90 {
-
-// n / divisor for 0 <= n < 2^31 and 1 <= divisor < 2^31, as one wide multiply and a shift.
-struct Divisor {
-  uint32_t magic = 0;
-  int32_t shift = 0;
-  int32_t divisor = 1;
-};
-
-// With 2^(l - 1) < d <= 2^l: magic = ceil(2^(31 + l) / d) < 2^32 exceeds the quotient by less than 1, so n * magic /
-// 2^(31 + l) exceeds n / d by less than n / 2^(31 + l) <= 2^-l <= 1 / d: never enough to reach the next integer.
-constexpr Divisor make_divisor(int32_t d) {
-  int l = 0;
-  while ((int64_t{1} << l) < d) ++l;
-  const uint64_t magic = ((uint64_t{1} << (31 + l)) + static_cast<uint64_t>(d) - 1) / static_cast<uint64_t>(d);
-  return {static_cast<uint32_t>(magic), 31 + l, d};
-}
-SGL_DSV4_HOST_DEVICE constexpr uint32_t divide(uint32_t n, const Divisor& d) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(n) * d.magic >> d.shift);
-}
-static_assert(divide(0x7fffffffu, make_divisor(1)) == 0x7fffffffu && divide(191, make_divisor(64)) == 2);
-static_assert(divide(0x7fffffffu, make_divisor(3)) == 0x7fffffffu / 3 && divide(8, make_divisor(3)) == 2);
-static_assert(divide(0x7fffffffu, make_divisor(0x7fffffff)) == 1 && divide(0x7ffffffeu, make_divisor(0x7fffffff)) == 0);
 
 // One paged V4 cache and what rows attend to in it. Strides count elements.
 struct Source {
@@ -46,23 +24,25 @@ struct Source {
 };
 
 struct DecodeParams {
-  const void* q;      // [T, h, 512] bf16, last stride 1
-  Source source[2];   // main, extra; without an extra cache its width is 0
-  float* o_accum;     // [S, T, h, 512], last stride 1, the others multiples of 4, 16-byte aligned; nullptr: see finish
-  float* lse_accum;   // [S, T, h]
-  float scale_log2;   // softmax_scale * log2(e)
+  const void* q;     // [T, h, 512] bf16, last stride 1
+  Source source[2];  // main, extra; without an extra cache its width is 0
+  float* o_accum;    // [S, T, h, 512], last stride 1, the others multiples of 4, 16-byte aligned; nullptr: see finish
+  float* lse_accum;  // [S, T, h]
+  float scale_log2;  // softmax_scale * log2(e)
   int32_t num_tokens, num_heads, num_splits;
-  int32_t block_heads;  // heads a block: 8, 16, 32 or 64
-  bool q_is_aligned;  // rows of q start at multiples of 16 bytes
-  bool fill_empty;    // write O = 0 for an empty split
+  int32_t block_heads;     // heads a block: 8, 16, 32 or 64
+  Divisor groups, splits;  // blocks that share a row's heads, num_splits: set by the launch
+  bool q_is_aligned;       // rows of q start at multiples of 16 bytes
+  bool fill_empty;         // write O = 0 for an empty split
   int64_t stride_q_token, stride_q_head;
   int64_t stride_o_split, stride_o_token, stride_o_head;
   int64_t stride_lse_split, stride_lse_token, stride_lse_head;
   CombineParams finish;  // with one split and no o_accum: the outputs and the epilogue's inputs; the rest is not used
 };
 
-// Partials of every split, or with one split the outputs. One launch on `stream`, none when T is 0. With `pdl` it may start while the previous kernel
-// of the stream still runs; it reads nothing before that one has finished. Reruns are bit-identical.
+// Partials of every split, or with one split the outputs. One launch on `stream`, none when T is 0. With `pdl` it may
+// start while the previous kernel of the stream still runs; it reads nothing before that one has finished. Reruns are
+// bit-identical.
 cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStream_t stream);
 
 // Loads the kernels on the current device and raises their shared-memory limits, so that a first launch inside a graph

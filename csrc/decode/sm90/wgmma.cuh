@@ -17,8 +17,9 @@ __device__ __forceinline__ uint64_t operand(uint32_t address) {
   return operand_descriptor(address);
 }
 
-#define SGL_DSV4_ACC8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SGL_DSV4_ACC8(d, i)                                                                                   \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 
 // d (+)= A B^T. A: 64 rows, B: 64 rows, both 16 channels wide, row by row in shared memory.
 __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
@@ -48,8 +49,8 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uin
       " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "%64, %65, p, 1, 1, 0, 1;\n"
       "}\n"
-      : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8), SGL_DSV4_ACC8(d, 16), SGL_DSV4_ACC8(d, 24),
-        SGL_DSV4_ACC8(d, 32), SGL_DSV4_ACC8(d, 40), SGL_DSV4_ACC8(d, 48), SGL_DSV4_ACC8(d, 56)
+      : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8), SGL_DSV4_ACC8(d, 16), SGL_DSV4_ACC8(d, 24), SGL_DSV4_ACC8(d, 32),
+        SGL_DSV4_ACC8(d, 40), SGL_DSV4_ACC8(d, 48), SGL_DSV4_ACC8(d, 56)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 

@@ -6,16 +6,16 @@
 
 namespace sgl_dsv4::sm90 {
 
-// Warpgroup 0 computes scores and weights and the left half of O, warpgroup 1 the right half, warpgroups 2 and 3 gather.
-// Registers: O takes 128 a thread; the four limits add up to the 4 x 128 that the block is launched with.
+// Warpgroup 0 computes scores and weights and the left half of O, warpgroup 1 the right half, warpgroups 2 and 3
+// gather. Registers: O takes 128 a thread; the four limits add up to the 4 x 128 that the block is launched
+// with. At the end all have as many as the gathering warpgroups.
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kConsumerThreads = 2 * kWarpgroupThreads;
 inline constexpr int kGatherThreads = 2 * kWarpgroupThreads;
 inline constexpr int kThreads = kConsumerThreads + kGatherThreads;
-inline constexpr int kScoreRegisters = 208;
+inline constexpr int kScoreRegisters = 192;
 inline constexpr int kValueRegisters = 160;
-inline constexpr int kGatherRegisters = 72;
-inline constexpr int kOutputRegisters = 80;  // of all, at the end
+inline constexpr int kGatherRegisters = 80;
 static_assert(kScoreRegisters + kValueRegisters + 2 * kGatherRegisters <= 4 * (65536 / kThreads));
 
 // With few heads O is small.
@@ -50,15 +50,20 @@ __device__ __forceinline__ uint32_t block_index() {
 // `block_heads`: heads a block, but for the last of a row.
 __device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) {
   const uint32_t block = block_index();
-  const uint32_t groups = static_cast<uint32_t>(p.num_heads + block_heads - 1) / block_heads;
-  const uint32_t group = block % groups;
-  const uint32_t rest = block / groups;
+  const uint32_t rest = divide(block, p.groups);
+  const uint32_t group = block - rest * static_cast<uint32_t>(p.groups.divisor);
+  const uint32_t token = divide(rest, p.splits);
   Part part;
-  part.split = static_cast<int>(rest % static_cast<uint32_t>(p.num_splits));
-  part.token = rest / static_cast<uint32_t>(p.num_splits);
+  part.token = token;
+  part.split = static_cast<int>(rest - token * static_cast<uint32_t>(p.splits.divisor));
   part.first_head = static_cast<int>(group) * block_heads;
   part.heads = min(block_heads, p.num_heads - part.first_head);
   return part;
+}
+
+__device__ __forceinline__ BlockRange my_tiles(const DecodeParams& p, const RowBlocks& row, int split) {
+  const int each = static_cast<int>(divide(static_cast<uint32_t>(row.blocks), p.splits));
+  return split_range(row.blocks, split, p.num_splits, each);
 }
 
 __device__ __forceinline__ int row_length(const Source& source, int64_t token) {
@@ -71,7 +76,7 @@ __device__ __forceinline__ Work my_work(const DecodeParams& p, const Part& part)
   const int length = row_length(p.source[0], w.token);
   const int extra_length = p.source[1].width > 0 ? row_length(p.source[1], w.token) : 0;
   w.row = row_blocks(length, p.source[0].width, extra_length, p.source[1].width);
-  w.range = split_range(w.row.blocks, w.split, p.num_splits);
+  w.range = my_tiles(p, w.row, w.split);
   return w;
 }
 

@@ -1,0 +1,68 @@
+#include "api/query.h"
+
+#include <limits>
+
+#include "api/device.h"
+#include "api/epilogue_arguments.h"
+#include "common/cache_layout.h"
+#include "decode/query.h"
+
+namespace sgl_dsv4::api {
+namespace {
+
+// Every vector of 16 bytes along the last dimension is one.
+bool is_aligned(const Tensor& t) {
+  const int64_t elements = 16 / t.element_size();
+  bool ok = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) ok = ok && (t.size(d) <= 1 || t.stride(d) % elements == 0);
+  return ok;
+}
+
+}  // namespace
+
+void query_norm_rope(Tensor q, std::optional<double> norm_eps, OptionalTensor freqs_cis, OptionalTensor positions,
+                     bool pdl, Tensor out) {
+  const int32_t device = q.get_device_index();
+  check_cuda_device("q", q, device);
+  check_shape("q", q, {kAny, kAny, kHeadDim});
+  check_dtype("q", q, {ScalarType::BFloat16});
+  check_stride("q", q, 2, 1);
+  const int64_t tokens = q.size(0), heads = q.size(1);
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  check(heads <= kMax && (heads == 0 || tokens <= kMax / heads), "q: expected T * h below 2^31, got ", tokens, " * ",
+        heads);
+  check_cuda_device("out", out, device);
+  check_shape("out", out, {tokens, heads, kHeadDim});
+  check_dtype("out", out, {ScalarType::BFloat16});
+  check_stride("out", out, 2, 1);
+  check_rope(freqs_cis, positions, tokens, device);
+
+  QueryParams params = {};
+  params.q = q.data_ptr();
+  params.out = out.data_ptr();
+  params.stride_q_token = q.stride(0);
+  params.stride_q_head = q.stride(1);
+  params.stride_out_token = out.stride(0);
+  params.stride_out_head = out.stride(1);
+  params.num_tokens = static_cast<uint32_t>(tokens);
+  params.num_heads = static_cast<uint32_t>(heads);
+  params.has_norm = norm_eps.has_value();
+  params.eps = norm_eps ? static_cast<float>(*norm_eps) : 0.0f;
+  bool aligned = is_aligned(q) && is_aligned(out);
+  if (freqs_cis) {
+    const RopeTable table = rope_table(*freqs_cis, *positions);
+    params.freqs_cis = table.freqs_cis;
+    params.positions = table.positions;
+    params.num_freqs = table.num_freqs;
+    params.positions_are_int64 = table.positions_are_int64;
+    params.stride_freqs_position = table.stride_freqs_position;
+    params.stride_positions_token = table.stride_positions_token;
+    aligned = aligned && is_aligned(*freqs_cis);
+  }
+  if (tokens == 0 || heads == 0) return;
+  const DeviceGuard guard(device);
+  require_device_code(device);
+  check_launch("query_norm_rope", launch_query_norm_rope(params, aligned, pdl, current_stream(device)));
+}
+
+}  // namespace sgl_dsv4::api

@@ -1,0 +1,181 @@
+"""The Hopper decode kernels on a GPU: every way to cut heads into blocks, dequantisation, the epilogue in the kernel.
+
+test_decode_gpu.py runs the whole matrix of shapes with the default backend, which is this one on sm_90.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+import sgl_dsv4_kernels as dk
+from sgl_dsv4_kernels import sm90_decode
+from sgl_dsv4_kernels import testing_decode as td
+from sgl_dsv4_kernels.layout import CacheLayout
+from sgl_dsv4_kernels.reference import decode as reference
+from sgl_dsv4_kernels.reference.decode import Source
+
+DEVICE = torch.device("cuda")
+if reason := sm90_decode.missing(DEVICE):
+    pytest.skip(f"backend 'sm90' {reason}", allow_module_level=True)
+
+
+def decode(problem: td.Problem, **options) -> dk.DecodeOutput:
+    return dk.sparse_decode(**problem.arguments(), **({"backend": "sm90"} | problem.options | options))
+
+
+def check(result: dk.DecodeOutput, want: td.Truth, what: object) -> None:
+    assert not result.out.isnan().any(), what
+    assert td.relative_error(result.out, want.value) <= td.OUTPUT_BOUND, what
+    assert td.lse_excess(result.lse, want.lse) <= 0, what
+    assert (result.out[want.empty] == 0).all(), what
+
+
+@pytest.fixture(params=[8, 16, 32, 64])
+def block_heads(request, monkeypatch):
+    """Heads a block, whatever the plan says."""
+    plan = sm90_decode.Plan(request.param, 1)
+    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *arguments: plan)
+    return request.param
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_block_heads(block_heads, heads, tokens):
+    """All heads a block x heads, also blocks with fewer heads than they could take."""
+    problem = td.random_problem(tokens, heads, 128, 512, rope=True, device=DEVICE, seed=heads)
+    want = td.truth(problem)
+    for splits in (1, 2, 3, 37):
+        check(decode(problem, num_splits=splits), want, splits)
+
+
+def test_one_tile(block_heads):
+    """Equal weights, then any: products apart from the rescaling."""
+    problem = td.random_problem(1, 64, 64, device=DEVICE, lengths=64, invalid=0.0, sink=False)
+    check(decode(problem, num_splits=1), td.truth(problem), "any")
+    problem.q.zero_()
+    check(decode(problem, num_splits=1), td.truth(problem), "equal")
+
+
+def test_partials(block_heads):
+    problem = td.random_problem(5, 64, 128, 512, device=DEVICE, seed=9)
+    o, lse = dk.sparse_decode_partial(**problem.arguments(), num_splits=7, backend="sm90")
+    want_o, want_lse = reference.sparse_decode_partial(
+        problem.q, problem.main, problem.extra, num_splits=7, dtype=torch.float64
+    )
+    empty = want_lse == -math.inf
+    assert torch.equal(lse == -math.inf, empty)
+    assert (o[empty] == 0).all()
+    assert td.relative_error(o, want_o) <= td.OUTPUT_BOUND
+    assert (lse.double() - want_lse)[~empty].abs().max() <= 5e-6
+
+
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("output", reference.OUTPUTS)
+def test_epilogue_in_the_kernel(heads, output):
+    """Against partials of one split and the combine kernel."""
+    problem = td.random_problem(9, heads, 128, 512, device=DEVICE, rope=True, seed=5)
+    o, lse = dk.sparse_decode_partial(**problem.arguments(), num_splits=1, backend="sm90")
+    want = dk.combine_splits(o, lse, **problem.options, output=output, return_amax=True)
+    got = decode(problem, num_splits=1, output=output, return_amax=True)
+    torch.testing.assert_close(got.lse, want.lse, rtol=2.0**-22, atol=2e-6)
+    torch.testing.assert_close(got.amax, want.amax, rtol=1e-5, atol=1e-7)
+    assert (got.out.view(torch.uint8) == want.out.view(torch.uint8)).double().mean() > 0.99
+    if got.scales is not None:
+        assert got.scales.stride() == want.scales.stride()
+        assert ((got.scales.double() / want.scales.double() - 1).abs() < 1e-5).double().mean() > 0.99
+
+
+def test_reruns(block_heads):
+    problem = td.random_problem(150, 64, 128, 512, device=DEVICE, seed=11)
+    for splits in (1, 3):
+        first = decode(problem, num_splits=splits)
+        for _ in range(10):
+            again = decode(problem, num_splits=splits)
+            assert torch.equal(again.out, first.out)
+            assert torch.equal(again.lse, first.lse)
+
+
+def test_views():
+    """q and out that start anywhere; a cache that does not start at a multiple of 16 bytes: Triton, or refused."""
+    problem = td.random_problem(3, 64, 128, 64, device=DEVICE)
+    want = td.truth(problem)
+    q = torch.empty(3 * 64 * 512 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(3, 64, 512)
+    q.copy_(problem.q)
+    problem.q = q
+    out = torch.empty(3 * 64 * 520 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(3, 64, 520)[..., :512]
+    for splits in (1, 2):
+        check(decode(problem, num_splits=splits, out=out), want, splits)
+    odd = td.random_problem(3, 64, 128, 64, device=DEVICE, offset=8)
+    check(decode(odd, backend=None), td.truth(odd), "triton")
+    with pytest.raises(ValueError, match="cache: backend 'sm90' needs data"):
+        decode(odd)
+
+
+def code_cache() -> torch.Tensor:
+    """A page of 256 tokens: token e has every finite code whose product is finite, and scale byte e."""
+    cache = td.poisoned_cache(1, 256, device=DEVICE)
+    codes = torch.arange(256, device=DEVICE).repeat(2)[:448].to(torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).double()
+    for e in range(256):
+        product = values * 2.0 ** (e - 127)
+        row = torch.where(values.isnan() | (product.abs() > 3.38e38), 0, codes).to(torch.uint8)
+        cache[0, e * 576 : e * 576 + 448] = row
+        cache[0, e * 576 + 448 : (e + 1) * 576] = 0
+        cache[0, 256 * 576 + e * 8 : 256 * 576 + e * 8 + 7] = e
+    return cache
+
+
+def single_keys(cache: torch.Tensor, heads: int) -> td.Problem:
+    """256 rows, row e attends to token e alone, with score 0."""
+    indices = torch.arange(256, device=DEVICE, dtype=torch.int32)[:, None]
+    q = torch.zeros(256, heads, 512, device=DEVICE, dtype=torch.bfloat16)
+    return td.Problem(q, Source(cache, indices, None, 256, CacheLayout.V4))
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_every_code_and_scale(heads):
+    """The dequantised value is code x scale, rounded once to bf16, subnormals kept; scale 255 is NaN."""
+    cache = code_cache()
+    o, _ = dk.sparse_decode_partial(**single_keys(cache, heads).arguments(), num_splits=1, backend="sm90")
+    rows = cache[0, : 255 * 576].view(255, 576)[:, :448].view(torch.float8_e4m3fn).double()
+    scale = 2.0 ** (torch.arange(255, device=DEVICE, dtype=torch.float64) - 127)
+    want = (rows * scale[:, None]).to(torch.bfloat16).float()
+    for head in (0, heads - 1):
+        assert torch.equal(o[0, :255, head, :448], want)
+    assert o[0, 255].isnan().all()
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_every_nan(heads):
+    """Both codes, in every channel group, and a NaN in the RoPE part: that row is NaN, no other."""
+    cache = code_cache()
+    problem = single_keys(cache, heads)
+    for at, value in [(c, v) for c in (0, 17, 63, 200, 447) for v in (0x7F, 0xFF)] + [(449, 0x7F), (575, 0xFF)]:
+        changed = cache.clone()
+        changed[0, 5 * 576 + at] = value
+        if at >= 448:
+            changed[0, 5 * 576 + at - 1] = 0xFF
+        arguments = problem.arguments() | dict(cache=changed)
+        o, lse = dk.sparse_decode_partial(**arguments, num_splits=1, backend="sm90")
+        assert o[0, 5].isnan().all(), (at, value)
+        assert lse[0, 5].isnan().all()
+        others = torch.arange(255, device=DEVICE) != 5
+        assert not o[0, :255][others].isnan().any()
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_scores_far_below_the_largest(heads):
+    """Tiles more than 2^16 below an earlier one, and above a later one: the bound on the unit of a tile."""
+    problem = td.random_problem(4, heads, 64, 512, device=DEVICE, lengths=64, extra_lengths=512, sink=False)
+    problem.q *= 10
+    want = td.truth(problem)
+    for splits in (1, 2, 9):
+        result = decode(problem, num_splits=splits)
+        assert td.relative_error(result.out, want.value) <= 2 * td.OUTPUT_BOUND  # scores are as large as 100
+        torch.testing.assert_close(result.lse.double(), want.lse, rtol=1e-6, atol=1e-5)

@@ -1,0 +1,179 @@
+"""Host side of the Hopper decode: arguments, the plan, and the address arithmetic of shared memory."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import sgl_dsv4_kernels as dk
+from sgl_dsv4_kernels import sm90_decode
+from sgl_dsv4_kernels import testing_decode as td
+from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
+from sgl_dsv4_kernels.ops import decode as ops
+from sgl_dsv4_kernels.sm90_decode import Plan, choose_plan, predicted_us
+from sgl_dsv4_kernels.split_partition import MAX_PARTIAL_BYTES
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+
+
+# ---- arguments ----
+
+
+def test_what_the_kernels_take():
+    main = td.random_source(2, 64, page_size=64)
+    assert sm90_decode.unsupported(main, None) is None
+    assert sm90_decode.unsupported(main, main) is None
+    odd = td.random_source(2, 64, page_size=64, offset=8)
+    bf16 = td.random_source(2, 64, page_size=64, layout=CacheLayout.BF16)
+    assert sm90_decode.unsupported(odd, None).startswith("cache: backend 'sm90' needs data and stride(0)")
+    assert sm90_decode.unsupported(main, odd).startswith("extra_cache: ")
+    pitched = td.random_source(2, 64, page_size=64, page_stride=CacheLayout.V4.page_bytes(64) + 8)
+    assert sm90_decode.unsupported(pitched, None) is not None
+    assert sm90_decode.unsupported(bf16, None) == "cache: backend 'sm90' takes layout v4, got bf16"
+
+
+def test_needs_a_hopper_gpu(monkeypatch):
+    problem = td.random_problem(2, 8, 64)
+    with pytest.raises(ValueError, match="backend: 'sm90' needs a CUDA device, got tensors on cpu"):
+        dk.sparse_decode(**problem.arguments(), backend="sm90")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(ValueError, match="backend: 'sm90' needs sm_90, cuda is sm_100"):
+        ops.resolve_backend("sm90", torch.device("cuda"))
+
+
+def test_default_backend(monkeypatch):
+    """sm90 where it runs, triton where it does not take the caches, an error where it was asked for."""
+    monkeypatch.setattr(ops.sm90_decode, "missing", lambda device: None)
+    monkeypatch.setattr(ops, "_check_triton", lambda device: None)
+    monkeypatch.setattr(ops.settings, "sm90", True)
+    cuda = torch.device("cuda")
+    main, odd = (td.random_source(2, 64, page_size=64, offset=offset) for offset in (0, 8))
+    assert ops.resolve_backend(None, cuda) == "sm90"
+    assert ops._usable_backend(None, cuda, main, None) == "sm90"
+    assert ops._usable_backend(None, cuda, odd, None) == "triton"
+    assert ops._usable_backend("triton", cuda, main, None) == "triton"
+    with pytest.raises(ValueError, match="cache: backend 'sm90' needs data"):
+        ops._usable_backend("sm90", cuda, odd, None)
+    monkeypatch.setattr(ops.settings, "sm90", False)
+    assert ops.resolve_backend(None, cuda) == "triton"
+    assert ops.resolve_backend("sm90", cuda) == "sm90"
+    monkeypatch.setattr(ops.settings, "sm90", True)
+    monkeypatch.setattr(ops.sm90_decode, "missing", lambda device: "needs a build for 90a-real")
+    assert ops.resolve_backend(None, cuda) == "triton"
+    with pytest.raises(ValueError, match="backend: 'sm90' needs a build for 90a-real"):
+        ops.resolve_backend("sm90", cuda)
+
+
+# ---- plan ----
+
+
+def test_worked_examples():
+    assert predicted_us(1, 64, 640, 132, Plan(16, 10)) == pytest.approx(7.3, abs=0.05)
+    assert choose_plan(1, 64, 640, 132) == (16, 10)
+    assert choose_plan(8, 64, 640, 132) == (32, 5)
+    assert choose_plan(128, 64, 640, 132) == (64, 1)
+    assert choose_plan(1, 64, 0, 132).num_splits == 1
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("keys", [0, 64, 640, 1152, 8384])
+def test_plans(heads, keys):
+    for rows in (1, 2, 7, 32, 100, 128, 500, 70_000):
+        plan = choose_plan(rows, heads, keys, 132)
+        assert plan.block_heads in (8, 16, 32, 64)
+        assert plan.block_heads <= heads
+        assert 1 <= plan.num_splits <= max(1, -(-keys // 64))
+        assert plan.num_splits == 1 or plan.num_splits * rows * heads * HEAD_DIM * 4 <= MAX_PARTIAL_BYTES
+        assert choose_plan(rows, heads, keys, 132, 37).num_splits == 37
+        assert choose_plan(rows, heads, keys, 132, 3, batch_invariant=True) == (min(heads, 64), 3)
+
+
+# ---- shared memory ----
+
+
+def run_cpp(tmp_path: Path, body: str, text: str = "") -> list[list[int]]:
+    """Compile a program around ``body``, run it on ``text``, and return the numbers of each line."""
+    source, program = tmp_path / "program.cpp", tmp_path / "program"
+    headers = ("<cstddef>", "<cstdio>", "<initializer_list>", '"common/divisor.h"', '"decode/sm90/shared_memory.h"')
+    includes = "".join(f"#include {header}\n" for header in headers)
+    source.write_text(
+        f"{includes}using namespace sgl_dsv4;\nusing namespace sgl_dsv4::sm90;\nint main() {{\n{body}\n}}\n"
+    )
+    subprocess.run(["c++", "-std=c++17", f"-I{CSRC}", str(source), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], input=text, capture_output=True, text=True, check=True)
+    return [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
+
+
+def swizzled(linear: int) -> int:
+    """wgmma's 128-byte swizzle of a byte offset: the 16-byte chunk of a 128-byte row ^= the row, modulo 8."""
+    return linear ^ ((linear >> 7 & 7) << 4)
+
+
+@needs_compiler
+def test_tile_layout(tmp_path):
+    loops = 'for (int r = 0; r < 64; ++r) for (int c = 0; c < 512; ++c) std::printf("%d\\n", tile_offset(r, c));'
+    offsets = [line[0] for line in run_cpp(tmp_path, loops)]
+    assert sorted(offsets) == list(range(0, 64 * 512 * 2, 2))
+    for row in range(64):
+        for channel in range(512):
+            linear = channel // 64 * 8192 + row * 128 + channel % 64 * 2
+            assert offsets[row * 512 + channel] == swizzled(linear)
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_few_heads_layouts(tmp_path, heads):
+    loops = f"""
+    for (int h = 0; h < {heads}; ++h) for (int c = 0; c < 512; ++c) std::printf("%d\\n", q_offset(h, c, {heads}));
+    for (int h = 0; h < {heads}; ++h) for (int k = 0; k < 64; ++k) std::printf("%d\\n", weight_offset(k, h));"""
+    lines = [line[0] for line in run_cpp(tmp_path, loops)]
+    q, weights = lines[: heads * 512], lines[heads * 512 :]
+    assert q == [swizzled(c // 64 * heads * 128 + h * 128 + c % 64 * 2) for h in range(heads) for c in range(512)]
+    # Core matrices of 8 keys x 8 heads, 16 bytes a key, without swizzle: keys first, then heads.
+    assert weights == [h // 8 * 1024 + k // 8 * 128 + k % 8 * 16 + h % 8 * 2 for h in range(heads) for k in range(64)]
+
+
+@needs_compiler
+def test_descriptors(tmp_path):
+    body = """
+    for (unsigned long long d : {operand_descriptor(0x12400), weight_descriptor(0x2080), descriptor_step(8192 + 32)})
+      std::printf("%llu %llu %llu %llu\\n", d & 0x3fff, d >> 16 & 0x3fff, d >> 32 & 0x3fff, d >> 62);"""
+    assert run_cpp(tmp_path, body) == [
+        [0x12400 >> 4, 8192 >> 4, 1024 >> 4, 1],  # start, between channel blocks, between 8 rows, 128-byte swizzle
+        [0x2080 >> 4, 128 >> 4, 1024 >> 4, 0],  # start, between 8 keys, between 8 heads, no swizzle
+        [(8192 + 32) >> 4, 0, 0, 0],
+    ]
+
+
+@needs_compiler
+def test_fits_and_is_aligned(tmp_path):
+    body = """
+    std::printf("%zu %zu %zu %zu\\n", sizeof(SharedMemory), offsetof(SharedMemory, keys),
+                offsetof(SharedMemory, weights), offsetof(SharedMemory, full));
+    std::printf("%zu %zu %zu %zu\\n", sizeof(FewHeadsSharedMemory<8>), sizeof(FewHeadsSharedMemory<16>),
+                sizeof(FewHeadsSharedMemory<32>), offsetof(FewHeadsSharedMemory<8>, q));"""
+    sizes, few = run_cpp(tmp_path, body)
+    assert max(sizes[0], *few[:3]) <= 227 * 1024
+    assert all(offset % 1024 == 0 for offset in (sizes[1], sizes[2], few[3]))
+    assert sizes[3] % 8 == 0
+
+
+@needs_compiler
+def test_divisor(tmp_path):
+    numbers = random.Random(0)
+    pairs = [(n, d) for d in (1, 2, 3, 5, 64, 127, 2**30, 2**30 + 1, 2**31 - 1) for n in (0, 1, d - 1, d, 2**31 - 1)]
+    for _ in range(20_000):
+        d = numbers.randrange(1, 2 ** numbers.randrange(1, 32))
+        multiple = numbers.randrange(0, 2**31) // d * d
+        pairs += [(n, d) for n in (multiple - 1, multiple, multiple + d - 1) if 0 <= n < 2**31]
+    body = (
+        'unsigned n; int d; while (std::scanf("%u %d", &n, &d) == 2) std::printf("%u\\n", divide(n, make_divisor(d)));'
+    )
+    quotients = run_cpp(tmp_path, body, "\n".join(f"{n} {d}" for n, d in pairs))
+    assert [q[0] for q in quotients] == [n // d for n, d in pairs]
