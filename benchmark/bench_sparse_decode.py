@@ -22,7 +22,9 @@ import torch
 from common import Call, ColdTimer, Progress, log2_axis, new_figure, run_facts, warm_medians, write_csv
 
 import sgl_dsv4_kernels as dk
+from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM
+from sgl_dsv4_kernels.ops.decode import resolve_backend
 from sgl_dsv4_kernels.reference.decode import Source
 from sgl_dsv4_kernels.split_partition import choose_num_splits
 from sgl_dsv4_kernels.testing_decode import Problem
@@ -73,6 +75,13 @@ def make_calls(problem: Problem, backends: list[str | None], splits: list[int], 
     calls = {"auto": ours(backends[0], None)} | {f"S={s}": ours(backends[0], s) for s in splits}
     calls |= {backend: ours(backend, None) for backend in backends[1:]}
     return calls | {name: make(api, problem) for name, (api, make) in peers.items()}
+
+
+def num_splits(backend: str, b: int, heads: int, keys: int, sm_count: int) -> int:
+    """What num_splits=None means to a backend."""
+    if backend == "sm90":
+        return sm90_decode.choose_plan(b, heads, keys, sm_count).num_splits
+    return choose_num_splits(b, heads, keys, sm_count)
 
 
 def roofline_us(b: int, heads: int, keys: int) -> tuple[float, float, float]:
@@ -145,7 +154,8 @@ def main() -> int:
         elif api is not None:
             peers[name] = (api, make)
     print(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}")
-    print(f"# us, cold / warm; backend {args.backend[0] or 'default'}")
+    backend = resolve_backend(args.backend[0], torch.device("cuda"))
+    print(f"# us, cold / warm; backend {backend}")
     names = ["auto", *(f"S={s}" for s in args.splits), *args.backend[1:], *peers]
     print(
         f"{'heads':>5} {'keys':>10} {'b':>4} {'S':>3}"
@@ -165,9 +175,9 @@ def main() -> int:
                 calls = make_calls(problem, args.backend, args.splits, peers)
                 cold, warm = timer.medians(calls, args.iters), warm_medians(calls, max(args.iters // 3, 3))
                 total_bytes, flop, roof = roofline_us(b, heads, args.topk + extra)
-                chosen = choose_num_splits(b, heads, args.topk + extra, sm_count)
+                chosen = num_splits(backend, b, heads, args.topk + extra, sm_count)
                 row = {
-                    "backend": args.backend[0] or "default",
+                    "backend": backend,
                     "heads": heads,
                     "topk": args.topk,
                     "extra": extra,

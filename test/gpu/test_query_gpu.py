@@ -35,12 +35,22 @@ def queries(tokens: int, heads: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     size = torch.exp2(torch.randint(-20, 20, (tokens, heads, 1), generator=generator, device=DEVICE).float())
     q = torch.randn((tokens, heads, 512), generator=generator, device=DEVICE) * size
+    q[:, 1] = _cancelling(q[:, 1])
     if tokens >= 4:
         q[0, 0] = 0.0
         q[1, 0, 3] = math.nan
         q[2, 0, 500] = math.inf
         q[3, 0] *= 1e-30
     return q.bfloat16()
+
+
+def _cancelling(q: torch.Tensor) -> torch.Tensor:
+    """[T, 512]: pairs that `rope` turns into a small difference of two products, which shows how it is rounded."""
+    freqs, positions = rope(q.shape[0])
+    angle = freqs[positions]
+    ratio = torch.where(torch.arange(32, device=DEVICE) % 2 == 0, angle.real / angle.imag, -angle.imag / angle.real)
+    real = q[:, 448::2].bfloat16().float()
+    return torch.cat([q[:, :448], torch.stack([real, real * ratio], -1).flatten(-2)], -1)
 
 
 def rope(tokens: int, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,10 +14,16 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     assert "triton" not in sys.modules, "set TRITON_INTERPRET=1: triton is imported already, and compiles"
     os.environ["TRITON_INTERPRET"] = "1"
 
+triton = pytest.importorskip("triton")
+
+import triton.language as tl
+
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels import testing_decode as td
+from sgl_dsv4_kernels import triton_query
 from sgl_dsv4_kernels.reference import query as reference
 from sgl_dsv4_kernels.settings import settings
+from sgl_dsv4_kernels.triton_epilogue import load_bf16, store_bf16
 
 EPS = 1e-6
 POSITIONS = 64
@@ -39,26 +45,41 @@ def rope(tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- the reference ----
 
 
+def cancelling(tokens: int, heads: int, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Queries whose rotation is a small difference of two products: any other order or form of its operations shows."""
+    q, (freqs, positions) = queries(tokens, heads, seed=1), pair
+    angle = freqs[positions][:, None]
+    ratio = torch.where(torch.arange(32) % 2 == 0, angle.real / angle.imag, -angle.imag / angle.real)
+    q[..., 449::2] = (q[..., 448::2].float() * ratio).bfloat16()
+    return q
+
+
 def bf16(x: float) -> float:
     return torch.tensor(x, dtype=torch.float32).bfloat16().item()
 
 
-def by_hand(row: list[float], eps: float | None, factors: list[float] | None) -> list[float]:
+def sum_by_hand(row: list[float]) -> np.float32:
     """One head, one number at a time, as the CUDA kernel's lanes do it."""
+    sums = []
+    for lane in range(32):
+        total = np.float32(0)
+        for first in (8 * lane, 256 + 8 * lane):
+            for i in range(8):
+                x = np.float32(row[first + i])
+                total = np.float32(total + x * x)
+        sums.append(total)
+    for bit in (16, 8, 4, 2, 1):
+        sums = [np.float32(sums[lane] + sums[lane ^ bit]) for lane in range(32)]
+    assert len(set(sums)) == 1
+    return sums[0]
+
+
+def by_hand(row: list[float], eps: float | None, factors: list[float] | None) -> list[float]:
+    """As `query_norm_rope`, of one head."""
     row = list(row)
     if eps is not None:
-        sums = []
-        for lane in range(32):
-            total = np.float32(0)
-            for first in (8 * lane, 256 + 8 * lane):
-                for i in range(8):
-                    x = np.float32(row[first + i])
-                    total = np.float32(total + x * x)
-            sums.append(total)
-        for bit in (16, 8, 4, 2, 1):
-            sums = [np.float32(sums[lane] + sums[lane ^ bit]) for lane in range(32)]
-        assert len(set(sums)) == 1
-        norm = np.float32(1.0 / math.sqrt(np.float32(sums[0] / np.float32(512) + np.float32(eps))))
+        mean = np.float32(sum_by_hand(row) / np.float32(512) + np.float32(eps))
+        norm = np.float32(1.0 / math.sqrt(mean))
         row = [bf16(float(np.float32(np.float32(x) * norm))) for x in row]
     if factors is not None:
         for i in range(32):
@@ -72,7 +93,8 @@ def by_hand(row: list[float], eps: float | None, factors: list[float] | None) ->
 @pytest.mark.parametrize("with_norm", [True, False])
 @pytest.mark.parametrize("with_rope", [True, False])
 def test_reference_is_the_kernels_order(with_norm, with_rope):
-    q, (freqs, positions) = queries(3, 2), rope(3)
+    freqs, positions = rope(3)
+    q = cancelling(3, 2, (freqs, positions))
     got = dk.query_norm_rope(q, norm_eps=EPS if with_norm else None, rope=(freqs, positions) if with_rope else None)
     flat = torch.view_as_real(freqs).flatten(1)
     for token in range(3):
@@ -93,10 +115,12 @@ def test_error_against_fp64():
     assert td.relative_error(got, want) < 0.0025
 
 
-def test_the_order_of_additions_shows():
-    """A test of the test: another order gives other sums, so equal bits mean something."""
-    x = queries(200).float()
-    assert (reference.sum_of_squares(x) != x.square().sum(-1)).double().mean() > 0.1
+def test_sums_are_added_in_the_kernels_order():
+    """In fp32: bf16 results seldom show it. Another order gives other sums."""
+    x = queries(20, 2).float()
+    got = reference.sum_of_squares(x)
+    assert got.flatten().tolist() == [float(sum_by_hand(row.tolist())) for row in x.flatten(0, 1)]
+    assert (got != x.square().sum(-1)).any()
 
 
 def test_values_that_are_not_finite():
@@ -201,6 +225,53 @@ def test_opcheck():
     flat = torch.view_as_real(freqs).flatten(1)
     torch.library.opcheck(op, (q, EPS, flat, positions, False, torch.empty_like(q)))
     torch.library.opcheck(op, (q, None, None, None, True, torch.empty_like(q)))
+
+
+# ---- Triton's parts, beside the reference ----
+
+
+@triton.jit
+def _norm_kernel(q_ptr, out_ptr, eps, H: tl.constexpr, BLOCK_H: tl.constexpr, INTERPRET: tl.constexpr):
+    heads = tl.arange(0, BLOCK_H)
+    at = tl.program_id(0) * H + heads
+    norm = triton_query.norm_factor(q_ptr + at[:, None] * 512, heads < H, eps, BLOCK_H, INTERPRET)
+    tl.store(out_ptr + at[:, None], norm, mask=(heads < H)[:, None])
+
+
+@triton.jit
+def _rotate_kernel(
+    q_ptr, out_ptr, freqs_ptr, positions_ptr, num_freqs, H: tl.constexpr, INTERPRET: tl.constexpr
+):  # fmt: skip
+    heads = tl.arange(0, H)[:, None]
+    at = (tl.program_id(0) * H + heads) * 512 + 448 + tl.arange(0, 64)[None, :]
+    position = tl.load(positions_ptr + tl.program_id(0)).to(tl.int64)
+    x = load_bf16(q_ptr + at, heads < H, INTERPRET)
+    x = triton_query.rotate(x, freqs_ptr, position, num_freqs, 64, H, INTERPRET)
+    store_bf16(out_ptr + at, x.to(tl.float32), heads < H, INTERPRET)
+
+
+INTERPRETED = not isinstance(_norm_kernel, triton.runtime.JITFunction)
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="on a GPU: test/gpu/test_query_gpu.py")
+
+
+@needs_interpreter
+def test_tritons_norm_is_the_references():
+    """In fp32, as it is before the rounding hides the last bits."""
+    q = queries(50, 24)
+    out = torch.empty(50, 24)
+    _norm_kernel[(50,)](q.view(torch.int16), out, EPS, 24, 32, True)
+    mean = reference.sum_of_squares(q.float()) / 512 + torch.tensor(EPS)
+    assert torch.equal(out, mean.double().rsqrt().float())
+
+
+@needs_interpreter
+def test_tritons_rotation_is_the_references():
+    freqs, positions = rope(50)
+    q = cancelling(50, 16, (freqs, positions))
+    out = q.clone()
+    flat = torch.view_as_real(freqs).flatten(1).contiguous()
+    _rotate_kernel[(50,)](q.view(torch.int16), out.view(torch.int16), flat, positions, POSITIONS, 16, True)
+    assert torch.equal(out, dk.query_norm_rope(q, rope=(freqs, positions)))
 
 
 # ---- fused into the decode ----
