@@ -1,0 +1,213 @@
+"""Writes the figures of README.md and docs/results.md from the CSV files under benchmark/results/h200.
+
+python scripts/results.py            rewrites docs/results.md, and README.md between the two "figures" comments
+python scripts/results.py --check    exits 1 if that would change anything
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark/results/h200"
+BEGIN = "<!-- figures:begin (written by scripts/results.py) -->\n"
+END = "<!-- figures:end -->"
+SHOWN_N = ("1", "64", "1024", "8192", "16384", "65536")
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    """Rows of a CSV, none if it is not there."""
+    path = RESULTS / name
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def machine(row: Row) -> str:
+    """Where and when a CSV was measured."""
+    sglang = f", sglang {row['sglang']}" if "sglang" in row else ""
+    return f"{row['gpu']}, torch {row['torch']}{sglang}, driver {row['driver']}, commit {row['commit']}, {row['date']}."
+
+
+# ---- tables: lists of Markdown lines
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """A table; lines of empty cells are left out."""
+    rows = [["| " + " | ".join(cells) + " |"] for cells in lines if any(cells[1:])]
+    return ["| " + " | ".join(head) + " |", "| --- |" + " --- |" * (len(head) - 1), *(row for (row,) in rows)]
+
+
+def number(text: str, digits: int = 1) -> str:
+    return f"{float(text):.{digits}f}" if text else "-"
+
+
+def store_table(rows: list[Row], layout: str, shown: Sequence[str] | None = SHOWN_N) -> list[str]:
+    """A line for each N, a cell "ours / SGLang / copy" for each kind of call."""
+    rows = [row for row in rows if row["layout"] == layout]
+    cases = list(dict.fromkeys((row["entry"], row["mode"], row["input"]) for row in rows))
+    by_key = {(row["entry"], row["mode"], row["input"], row["n"]): row for row in rows}
+
+    def cell(case: tuple[str, str, str], n: str) -> str:
+        row = by_key.get((*case, n))
+        return "" if row is None else " / ".join(number(row[c]) for c in ("auto_us", "stock_us", "copy_us"))
+
+    names = [" ".join(filter(None, (entry, mode.strip("-")))) + f", {kind} in" for entry, mode, kind in cases]
+    counts = shown or list(dict.fromkeys(row["n"] for row in rows))
+    return table(["rows", *names], ([n, *(cell(case, n) for case in cases)] for n in counts))
+
+
+def decode_table(rows: list[Row], kind: str = "warm") -> list[str]:
+    """A line for each number of rows, a cell "ours / FlashMLA" for each head count."""
+    heads = list(dict.fromkeys(row["heads"] for row in rows))
+    by_key = {(row["heads"], row["b"]): row for row in rows}
+
+    def cell(h: str, b: str) -> str:
+        row = by_key.get((h, b))
+        return "" if row is None else f"{number(row[f'auto_{kind}_us'])} / {number(row[f'FlashMLA_{kind}_us'])}"
+
+    return table(
+        ["rows", *(f"{h} heads" for h in heads)],
+        ([b, *(cell(h, b) for h in heads)] for b in dict.fromkeys(row["b"] for row in rows)),
+    )
+
+
+def combine_table(rows: list[Row]) -> list[str]:
+    columns = ("splits", "tokens", "heads", "output", "cache")
+    lines = ([*(r[c] for c in columns), number(r["us"], 2), r["gb_per_s"], number(r["copy_us"], 2)] for r in rows)
+    return table([*columns, "us", "GB/s", "copy of the same bytes, us"], lines)
+
+
+def serving_table(rows: list[Row]) -> list[str]:
+    head = ["concurrency", "rounds", "stock, ms a token", "patched", "ratio", "spread, %", "ratio of throughputs"]
+    return table(
+        head,
+        (
+            [
+                row["concurrency"], row["rounds"], number(row["stock_tpot_ms"], 3), number(row["patched_tpot_ms"], 3),
+                number(row["tpot_ratio"], 3), number(row["tpot_spread_percent"]), number(row["throughput_ratio"], 3),
+            ]
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def profile_table(rows: list[Row]) -> list[str]:
+    return table(
+        ["concurrency", "kernels", "stock, us a step", "patched", "launches a step", "patched"],
+        (
+            [
+                row["concurrency"], row["group"], number(row["stock_us_per_step"]), number(row["patched_us_per_step"]),
+                number(row["stock_launches_per_step"]), number(row["patched_launches_per_step"]),
+            ]
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+# ---- the two documents
+
+
+def decode_intro(rows: list[Row]) -> list[str]:
+    keys = f"{rows[0]['topk']} + {rows[0]['extra']}"
+    return [
+        f"**Decode** (backend `{rows[0]['backend']}`). {machine(rows[0])}",
+        f"Median us a call in a graph of 20, {keys} keys: **ours / FlashMLA's Hopper kernel** (8 and 16 heads",
+        "padded to 64, as SGLang does).",
+    ]
+
+
+def readme_figures() -> str:
+    """What belongs between the two comments of README.md."""
+    store, decode = read("norm_rope_store.csv"), read("sparse_decode.csv")
+    lines = []
+    if store:
+        lines += [
+            f"**Store.** {machine(store[0])}",
+            "Median us, L2 flushed before each run: **ours / SGLang's kernel / a device copy of the same bytes**, into",
+            "a `v4` cache. Each figure includes 2 to 3 us of launch and events.",
+            "",
+            *store_table(store, "v4"),
+            "",
+            "![time against rows](benchmark/results/h200/norm_rope_store.png)",
+            "",
+        ]
+    if decode:
+        lines += [*decode_intro(decode), "", *decode_table(decode), ""]
+    return "\n".join(lines or ["Not measured yet."]).rstrip("\n") + "\n"
+
+
+def section(name: str, title: str, command: str, text: str, tables: Callable[[list[Row]], list[str]]) -> list[str]:
+    """A section of docs/results.md; none if its CSV is not there."""
+    rows = read(name)
+    if not rows:
+        return []
+    source = f"[{name}](../benchmark/results/h200/{name}), `{command}`."
+    return [f"## {title}", f"{machine(rows[0])}", source, text, "", *tables(rows), ""]
+
+
+def store_tables(rows: list[Row]) -> list[str]:
+    lines = []
+    for layout in dict.fromkeys(row["layout"] for row in rows):
+        lines += [f"Cache `{layout}`:", "", *store_table(rows, layout, None), ""]
+    return [*lines, "![time against rows](../benchmark/results/h200/norm_rope_store.png)"]
+
+
+def decode_tables(rows: list[Row]) -> list[str]:
+    lines = []
+    for extra in dict.fromkeys(row["extra"] for row in rows):
+        part = [row for row in rows if row["extra"] == extra]
+        for kind in ("warm", "cold"):
+            lines += [f"{part[0]['topk']} + {extra} keys, {kind}:", "", *decode_table(part, kind), ""]
+    return lines[:-1]
+
+
+STORE_TEXT = """Median us, L2 flushed before each run, **ours / SGLang's kernel / a device copy of the same bytes**;
+launch and events, 2 to 3 us, are in every figure."""
+DECODE_TEXT = """Median us, **ours / FlashMLA's Hopper kernel** (fewer than 64 heads padded to 64, as SGLang does).
+Warm: per call of a graph of 20. Cold: one call, L2 flushed before."""
+SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token, medians
+over rounds in the order stock, patched, stock, patched. Spread: the larger interquartile range of the two; a ratio that
+is nearer to 1 than that says nothing. At concurrency 1 the host bounds the step."""
+PROFILE_TEXT = """GPU time of the kernels of a decode step. Kernels that overlap count in full: our combine kernel
+starts early and waits for the decode, so the sums are too high for the patched side."""
+
+
+def results() -> str:
+    """docs/results.md."""
+    lines = [
+        "# Results", "", "Written by scripts/results.py from the CSV files under benchmark/results/h200.", "",
+        *section("norm_rope_store.csv", "Store", "bench_norm_rope_store.py --layout all", STORE_TEXT, store_tables),
+        *section("sparse_decode.csv", "Decode", "bench_sparse_decode.py", DECODE_TEXT, decode_tables),
+        *section("combine.csv", "Combine kernel", "bench_combine.py", "Median us.", combine_table),
+        *section("serving.csv", "Serving", "bench_serving.py", SERVING_TEXT, serving_table),
+        *section("serving_profile.csv", "A decode step", "bench_serving.py", PROFILE_TEXT, profile_table),
+    ]  # fmt: skip
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def main() -> int:
+    readme = (ROOT / "README.md").read_text()
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    wanted = {"README.md": before + BEGIN + readme_figures() + END + after, "docs/results.md": results()}
+    drifted = False
+    for name, text in wanted.items():
+        path = ROOT / name
+        if path.is_file() and path.read_text() == text:
+            continue
+        if "--check" in sys.argv[1:]:
+            print(f"{name}: its figures are not those of benchmark/results/h200: run scripts/results.py")
+            drifted = True
+        else:
+            path.write_text(text)
+    return int(drifted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
