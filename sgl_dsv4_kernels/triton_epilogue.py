@@ -76,8 +76,8 @@ def encode_e4m3(x):
 
 @triton.jit
 def exponent_and_log2(x):
-    """log2 of a positive x as a whole number and the log2 of a number in [1, 2). The GPU's logarithm has a relative error
-    of 2^-22: taken of a sum of thousands it would be off by 3e-6."""
+    """log2 of a positive x as a whole number and the log2 of a number in [1, 2). The GPU's logarithm has a relative
+    error of 2^-22: taken of a sum of thousands it would be off by 3e-6."""
     bits = as_bits(x)
     exponent = (bits >> 23).to(tl.int32) - 127
     return exponent.to(tl.float32), tl.log2(as_float((bits & 0x7FFFFF) | 0x3F800000))
