@@ -157,7 +157,7 @@ if [ "$WHAT" = store ] || [ "$WHAT" = all ]; then
   piece bench_norm_rope_store benchmark norm_rope_store --layout all --plot "$OUT_DIR/norm_rope_store.png" $h200
 fi
 if [ "$WHAT" = decode ] || [ "$WHAT" = all ]; then
-  [ "$WHAT" = all ] || piece test_decode tests gpu/test_{combine,decode_gpu,decode_sm90}.py unit/test_decode_triton.py
+  [ "$WHAT" = all ] || piece test_decode tests gpu/test_{combine,decode_gpu,decode_sm90,query_gpu}.py unit/test_decode_triton.py
   if [ -e "$ROOT/scripts/sanitize_decode.py" ]; then
     piece memcheck_decode sanitize memcheck sanitize_decode.py "_kernel"
     piece racecheck_decode sanitize racecheck sanitize_decode.py "_kernel"

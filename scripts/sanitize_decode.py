@@ -33,6 +33,10 @@ def main() -> None:
                 arguments = problem.arguments() | problem.options
                 dk.sparse_decode(**arguments, num_splits=splits, output=output, return_amax=True, backend=backend)
                 calls += 1
+        prologue = dict(q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+        dk.sparse_decode(**problem.arguments(), **problem.options, **prologue, num_splits=1, backend=backend)
+        dk.query_norm_rope(problem.q.flatten(1)[:, 1:513].unflatten(1, (1, 512)), norm_eps=1e-6)  # unaligned
+        calls += 2
     for heads, splits in itertools.product(HEADS, COMBINE_SPLITS):
         o_accum = torch.randn(splits, 3, heads, 512, device=device)
         lse_accum = torch.randn(splits, 3, heads, device=device)

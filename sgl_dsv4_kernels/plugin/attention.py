@@ -21,7 +21,7 @@ import torch
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM
 from sgl_dsv4_kernels.ops.decode import HEADS
-from sgl_dsv4_kernels.plugin import choice, state, verify
+from sgl_dsv4_kernels.plugin import state, verify
 from sgl_dsv4_kernels.plugin.dispatch import is_traced, serve
 from sgl_dsv4_kernels.plugin.fallback import Declined
 
@@ -266,9 +266,7 @@ def _request(values: dict[str, Any], call: AttentionCall) -> Request:
     heads = next((count for count in HEADS if own <= count <= padded), None)
     if heads is None:
         raise Declined(f"{own} of {padded} heads")
-    most = plugin.options.decode_max_tokens
-    if not choice.takes_decode(heads, rows, most_rows=most, batch_invariant=plugin.batch_invariant):
-        raise Declined(f"more rows than our kernel is faster with at {heads} heads", foreseen=True)
+    plugin.require_few_rows(heads, rows, q.device)
 
     cache, page_size = _pages("k_cache", values["k_cache"])
     arguments = {

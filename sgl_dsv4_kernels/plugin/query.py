@@ -16,7 +16,7 @@ import torch
 
 from sgl_dsv4_kernels.layout import HEAD_DIM
 from sgl_dsv4_kernels.ops.decode import HEADS
-from sgl_dsv4_kernels.plugin import attention, choice, state, verify
+from sgl_dsv4_kernels.plugin import attention, state, verify
 from sgl_dsv4_kernels.plugin.attention import DECODE_MODES, ModelCall, RawQuery
 from sgl_dsv4_kernels.plugin.dispatch import is_traced, serve
 from sgl_dsv4_kernels.plugin.fallback import Declined
@@ -69,9 +69,7 @@ def _check(values: dict[str, Any], call: ModelCall) -> None:
         raise Declined(f"{heads} heads")
     if not plugin.padding_trails and not output.is_contiguous():
         raise Declined("the rank's heads lie between padded ones (0.5.12, 0.5.13)", foreseen=True)
-    most = plugin.options.decode_max_tokens
-    if not choice.takes_decode(heads, rows, most_rows=most, batch_invariant=plugin.batch_invariant):
-        raise Declined(f"more rows than our kernel is faster with at {heads} heads", foreseen=True)
+    plugin.require_few_rows(heads, rows, raw.device)
     if call.query is not None:
         raise Declined("a second query in one layer")
     if not plugin.options.verify and not plugin.ledger.served[plugin.hooks["B2"].target.label]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sgl_dsv4_kernels.ops.decode import resolve_backend
+from sgl_dsv4_kernels.plugin import choice
 from sgl_dsv4_kernels.plugin.fallback import Declined, Ledger
 from sgl_dsv4_kernels.plugin.options import Options
 from sgl_dsv4_kernels.plugin.probe import decode_problem, store_problem
@@ -62,6 +64,7 @@ class Plugin:
     started: bool = False
     ledger: Ledger = field(init=False)
     _devices: dict[tuple[str, torch.device], str | None] = field(default_factory=dict)
+    _backends: dict[torch.device, str] = field(default_factory=dict)
     _batch_invariant: bool | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +93,14 @@ class Plugin:
                 self.ledger.decline("deterministic inference", Declined(f"{error}; batch_invariant=True is used"))
                 self._batch_invariant = True
         return self._batch_invariant
+
+    def require_few_rows(self, heads: int, rows: int, device: torch.device) -> None:
+        """Raise Declined for a decode that SGLang's kernel is faster with."""
+        if device not in self._backends:
+            self._backends[device] = resolve_backend(None, device)
+        options = dict(most_rows=self.options.decode_max_tokens, batch_invariant=self.batch_invariant)
+        if not choice.takes_decode(heads, rows, backend=self._backends[device], **options):
+            raise Declined(f"more rows than our kernel is faster with at {heads} heads", foreseen=True)
 
     def require(self, key: str, device: torch.device) -> None:
         """Raise Declined if the hook may not serve on ``device``. The first call of a process checks all hooks."""

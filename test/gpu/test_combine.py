@@ -486,7 +486,7 @@ def test_graph_with_a_slow_producer(splits, pdl):
         assert torch.equal(consumed, want.out)
 
 
-def test_first_call_inside_a_capture():
+def test_first_call_inside_a_capture(tmp_path):
     """In a process that has not run the op yet: kernels are loaded while the stream is capturing."""
     script = """
 import torch, sgl_dsv4_kernels
@@ -501,7 +501,7 @@ for splits in (1, 2, 4, 8, 16, 17):
     graph.replay()
     assert (out.float() - 1).abs().max() < 0.01
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -219,7 +219,7 @@ def test_graph(splits, pdl, monkeypatch):
         assert torch.equal(lse, want.lse)
 
 
-def test_first_call_inside_a_capture():
+def test_first_call_inside_a_capture(tmp_path):
     """A process that has not decoded yet: the kernels are compiled and loaded while the stream is capturing."""
     script = """
 import torch
@@ -234,7 +234,7 @@ for splits in (1, 3):
     want = td.truth(problem).value
     assert td.relative_error(out, want) < td.OUTPUT_BOUND
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

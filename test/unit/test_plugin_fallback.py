@@ -193,6 +193,18 @@ def test_rows_beyond_the_measured_table(sglang):
     assert sglang.stock_calls == ["B2", "B3"]
 
 
+def test_rows_of_the_backend_that_runs(sglang, monkeypatch):
+    monkeypatch.setattr(state, "resolve_backend", lambda *args: "triton")
+    install.install(Options())
+    sglang.apply_hooks()
+    rows = choice.MOST_ROWS_TRITON[64]
+    assert rows < choice.MOST_ROWS[64]
+    World(sglang, rows=rows).attend(4)
+    assert sglang.stock_calls == []
+    World(sglang, rows=rows + 1).attend(4)
+    assert sglang.stock_calls == ["B2", "B3"]
+
+
 def test_most_rows_by_environment(sglang):
     install.install(Options.from_env({"SGL_DSV4_DECODE_MAX_TOKENS": "2"}))
     sglang.apply_hooks()
