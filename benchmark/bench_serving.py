@@ -5,7 +5,7 @@
     python benchmark/bench_serving.py --stock-url http://a:30000 --patched-url http://b:30000
 
 Starts two servers on the same GPU, stock (SGL_DSV4_KERNELS=off) and patched, and drives one at a time in the order
-ABAB, so a drift of the clock meets both. For each concurrency, over up to --runs rounds, as one batch request of random
+ABBA, so a drift of the clock meets both. For each concurrency, over up to --runs rounds, as one batch request of random
 prompts that lie in the prefix cache:
 
 - TPOT: (time of GEN tokens - time of 1 token) / (GEN - 1); the ratio is the median over the rounds of patched / stock;
@@ -94,12 +94,12 @@ def measure(
     rate: dict[str, list[float]] = {side: [] for side in SIDES}
     for client in clients.values():
         client.generate(prompts, 1)  # into the prefix cache
-        client.generate(prompts, 8)  # shapes met for the first time are compiled here
+        client.generate(prompts, gen)  # shapes met for the first time are compiled here
     begin = time.monotonic()
     for done in range(args.runs):
         if done >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
             break
-        for side in SIDES:
+        for side in SIDES if done % 2 == 0 else reversed(SIDES):
             one, full = (request_seconds(clients[side], prompts, tokens) for tokens in (1, gen))
             tpot[side].append((full - one) / (gen - 1) * 1e3)
             rate[side].append(concurrency * gen / full)

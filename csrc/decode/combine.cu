@@ -220,16 +220,16 @@ __device__ __forceinline__ void store_amax(const float (&x)[kVec], const Place& 
 template <int kSplits>
 __global__ void __launch_bounds__(kThreads, kSplits > 0 && kSplits <= 8 ? 8 : 4)
     combine_kernel(const __grid_constant__ CombineParams p) {
-  // What does not depend on the previous kernel.
+  // The sink too waits: the decode lets this grid start while the kernel before the decode may still run.
   ptx::griddepcontrol_launch_dependents();
   const Place place = my_place(p);
-  const float sink = p.attn_sink != nullptr ? p.attn_sink[place.head] : kMinusInfinity;
   const float* lse_accum = p.lse_accum + place.token * p.stride_lse_accum_token + place.head * p.stride_lse_accum_head;
   const float* o =
       p.o_accum + place.token * p.stride_o_accum_token + place.head * p.stride_o_accum_head + place.channel;
   ptx::griddepcontrol_wait();
 
-  // First trip: position and LSEs. Second: frequencies and O.
+  // First trip: sink, position and LSEs. Second: frequencies and O.
+  const float sink = p.attn_sink != nullptr ? p.attn_sink[place.head] : kMinusInfinity;
   const int64_t position = load_position(place, p);
   SplitMerger<kSplits> merger;
   merger.load_lse(lse_accum, place.lane, p);

@@ -73,8 +73,8 @@ struct CombineParams {
 };
 
 // Merges the splits of every (row, head) and runs the epilogue. One launch on `stream`, none when T or h is 0. With
-// `pdl` it may start while the previous kernel of the stream still runs; it reads only attn_sink before that one has
-// finished. Reruns are bit-identical.
+// `pdl` it may start while the previous kernel of the stream still runs; it reads nothing before that one has finished.
+// Reruns are bit-identical.
 cudaError_t launch_combine(const CombineParams& params, bool pdl, cudaStream_t stream);
 
 // Loads every combine kernel on the current device, so that a first launch inside a graph capture loads nothing.

@@ -54,7 +54,7 @@ def sparse_decode(
             offset are free.
         indices: [T, K] int32 slots, page = slot // page_size; stride(1) = 1. One outside [0, pages * page_size) is not
             attended; a repeated one counts each time.
-        topk_length: [T] int32, clamped into [0, K]: entries at or past it are not read. None = K.
+        topk_length: [T] int32, clamped into [0, K]: entries at or past it do not matter. None = K.
         page_size: tokens a page, any positive int.
         softmax_scale: None = 512^-0.5.
         attn_sink: [h] fp32, a score (natural log) without a value: out = softmax(s) V / (1 + exp(sink - lse)).

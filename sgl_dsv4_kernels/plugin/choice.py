@@ -30,10 +30,12 @@ def takes_decode(
     """Whether our kernel decodes ``rows`` query tokens of ``heads`` heads.
 
     Args:
-        backend: of the decode. most_rows: this instead of the table. batch_invariant: take all, because a row's bits
-            must not depend on how many others there are, and two kernels do not round alike.
+        backend: of the decode. most_rows: this instead of the table. batch_invariant: take all, whatever most_rows
+            says, because a row's bits must not depend on how many others there are, and two kernels do not round alike.
     """
+    if batch_invariant:
+        return True
     if most_rows is not None:
         return rows <= most_rows
     table = MOST_ROWS_TRITON if backend == "triton" else MOST_ROWS
-    return batch_invariant or rows <= table.get(heads, 0)
+    return rows <= table.get(heads, 0)

@@ -11,6 +11,9 @@ import torch
 from sgl_dsv4_kernels.plugin import state
 from sgl_dsv4_kernels.plugin.fallback import Declined
 
+MOST_CHARACTERS = 300
+"""Of an error's text in the log."""
+
 
 def is_traced() -> bool:
     """torch.compile looks at SGLang's own code: contexts and counts cannot be traced."""
@@ -28,27 +31,42 @@ def serve(
 ) -> Any:
     """Run ``run(prepare(arguments by name))``; in shadow mode ``compare(prepared, SGLang's call)``.
 
-    A Declined of ``prepare``, or any other Exception of ours, leads to SGLang's kernel. A RuntimeError does not: it is
-    how torch reports a failed launch, also that of an earlier kernel, which must not be hidden.
+    A Declined, or any other Exception of ours, leads to SGLang's kernel. Two kinds do not. An AcceleratorError is one
+    of the GPU, perhaps of an earlier kernel, and must not be hidden. Nor must a RuntimeError of ``run``: it is how a
+    failed launch is reported.
     """
     plugin = state.current()
     hook = plugin.hooks[key]
     try:
-        values = hook.binder.bind(args, kwargs)
-        objection = hook.binder.objection(values)
-        if objection is not None:
-            raise Declined(objection)
-        prepared = prepare(values)
+        try:
+            values = hook.binder.bind(args, kwargs)
+            objection = hook.binder.objection(values)
+            if objection is not None:
+                raise Declined(objection)
+            prepared = prepare(values)
+        except (Declined, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            raise Declined(_describe(error)) from error
         if plugin.options.verify:
             return compare(prepared, functools.partial(original, *args, **kwargs))
         result = run(prepared)
     except Declined as why:
         plugin.ledger.decline(hook.target.label, why)
-    except Exception as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
-            raise
-        plugin.ledger.decline(hook.target.label, Declined(f"{type(error).__name__}: {error}"))
+    except (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError) as error:  # of this call
+        plugin.ledger.decline(hook.target.label, Declined(_describe(error)))
+    except RuntimeError:
+        raise
+    except Exception as error:  # of every such call: a kernel that Triton cannot compile would be tried again each time
+        plugin.problems[key] = _describe(error)
+        plugin.ledger.decline(hook.target.label, Declined(plugin.problems[key]))
     else:
         plugin.ledger.served[hook.target.label] += 1
         return result
     return original(*args, **kwargs)
+
+
+def _describe(error: Exception) -> str:
+    """Type and first line: a compiler's message holds whole programs."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line[:MOST_CHARACTERS]}"

@@ -19,7 +19,7 @@ from sgl_dsv4_kernels.plugin.targets import TARGETS
 OK, ABSENT, FAILED = "ok", "absent", "failed"
 EXIT_CODES = {OK: 0, FAILED: 1, ABSENT: 3}
 """0: all is well. 1: something is broken. 3: nothing is broken, but something is not there (a GPU, SGLang), or off."""
-GROUP = "sglang.srt.plugins"
+GROUP, ENTRY_MODULE = "sglang.srt.plugins", "sgl_dsv4_plugin"
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ def _sglang() -> Iterator[Check]:
         return
     yield Check("sglang", OK, state.version("sglang"))
     options = Options.from_env()
-    names = [
-        entry.name for entry in importlib.metadata.entry_points(group=GROUP) if entry.module.startswith(__package__)
-    ]
+    names = [entry.name for entry in importlib.metadata.entry_points(group=GROUP) if entry.module == ENTRY_MODULE]
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if not names:
         yield Check("entry point", FAILED, f"none of ours in group {GROUP}: install the package with pip")

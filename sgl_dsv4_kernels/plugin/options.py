@@ -17,11 +17,6 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
     return value == "1"
 
 
-def strict_from_env() -> bool:
-    """SGL_DSV4_STRICT alone, where the other switches may be what is wrong."""
-    return os.environ.get("SGL_DSV4_STRICT") == "1"
-
-
 @dataclass(frozen=True)
 class Options:
     """Raises ValueError for a value that a variable does not take."""

@@ -17,6 +17,8 @@ def store_problem(device: torch.device) -> str | None:
     cache = torch.zeros((1, dk.CacheLayout.V4.page_bytes(1)), dtype=torch.uint8, device=device)
     try:
         dk.norm_rope_store(row, row[0], 1e-6, freqs, position, position - 1, cache, page_size=1)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the device
     except (RuntimeError, ValueError) as error:
         return str(error)
     return None
@@ -27,6 +29,8 @@ def decode_problem(device: torch.device) -> str | None:
     try:
         resolve_backend(None, device)
         dk.combine_splits(torch.zeros((1, 1, 8, HEAD_DIM), device=device), torch.zeros((1, 1, 8), device=device))
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the device
     except (RuntimeError, ValueError) as error:
         return str(error)
     return None

@@ -77,7 +77,7 @@ def test_doctor_unknown_argument(capsys):
 
 LOAD_PLUGINS = """
 def load_plugins():
-    from sgl_dsv4_kernels.plugin import register
+    from sgl_dsv4_plugin import register
     from sglang.srt.plugins.hook_registry import HookRegistry
     register()
     HookRegistry.apply_hooks()
@@ -88,7 +88,7 @@ def load_plugins():
 def sglang(tmp_path, monkeypatch):
     with imported("0.5.17", tmp_path) as fake:
         (tmp_path / "sglang/srt/plugins/__init__.py").write_text(LOAD_PLUGINS)
-        entry = importlib.metadata.EntryPoint("sgl_dsv4_kernels", "sgl_dsv4_kernels.plugin:register", doctor.GROUP)
+        entry = importlib.metadata.EntryPoint("sgl_dsv4_kernels", "sgl_dsv4_plugin:register", doctor.GROUP)
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
         yield fake
 
@@ -150,7 +150,7 @@ def test_the_installed_package_has_the_entry_points():
     found = {(entry.group, entry.name): entry.value for entry in files}
     if not found:
         pytest.skip("the installed package is older than its entry points")
-    assert found["sglang.srt.plugins", "sgl_dsv4_kernels"] == "sgl_dsv4_kernels.plugin:register"
+    assert found["sglang.srt.plugins", "sgl_dsv4_kernels"] == "sgl_dsv4_plugin:register"
     assert found["console_scripts", "sgl-dsv4"] == "sgl_dsv4_kernels.cli:main"
 
 

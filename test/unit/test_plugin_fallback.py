@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import types
 
 import pytest
@@ -12,7 +13,7 @@ from fake_sglang import imported
 from plugin_world import Plan, World
 
 import sgl_dsv4_kernels as dk
-from sgl_dsv4_kernels import plugin as plugin_package
+import sgl_dsv4_plugin
 from sgl_dsv4_kernels.plugin import attention, choice, install, state, store
 from sgl_dsv4_kernels.plugin.fallback import MOST_REASONS, Declined, Ledger
 from sgl_dsv4_kernels.plugin.options import Options
@@ -227,6 +228,10 @@ def test_deterministic_inference(sglang, monkeypatch):
     assert flags == [True]
 
 
+def test_deterministic_inference_has_no_limit():
+    assert choice.takes_decode(64, 10**6, most_rows=1, batch_invariant=True)
+
+
 def test_unreadable_deterministic_flag(sglang):
     sglang.module("sglang.srt.runtime_context").get_exec = None
     world = start(sglang)
@@ -329,16 +334,62 @@ def test_runtime_errors_are_not_hidden(sglang, monkeypatch):
     assert sglang.stock_calls == []
 
 
-def test_other_errors_fall_back(sglang, monkeypatch):
+def test_a_kernel_that_cannot_be_built_is_not_tried_again(sglang, monkeypatch):
     world = start(sglang)
+    calls = []
+
+    class CompilationError(Exception):
+        pass
 
     def fails(**kwargs):
-        raise KeyError("compiler")
+        calls.append(kwargs)
+        raise CompilationError("no such instruction\nthe whole program")
 
     monkeypatch.setattr(dk, "sparse_decode", fails)
+    for _ in range(3):
+        world.attend(4)
+    assert sglang.stock_calls == ["B2", "B3"] * 3
+    assert len(calls) == 1
+    assert "CompilationError: no such instruction" in reasons(state.current())
+    assert "the whole program" not in reasons(state.current())
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ValueError("a shape"), TypeError("a dtype")])
+def test_errors_of_one_call_fall_back(sglang, monkeypatch, error):
+    world = start(sglang)
+    decode, errors = dk.sparse_decode, [error]
+
+    def fails_once(**kwargs):
+        if errors:
+            raise errors.pop()
+        return decode(**kwargs)
+
+    monkeypatch.setattr(dk, "sparse_decode", fails_once)
     world.attend(4)
     assert sglang.stock_calls == ["B2", "B3"]
-    assert "KeyError: 'compiler'" in reasons(state.current())
+    assert str(error) in reasons(state.current())
+    world.attend(4)
+    assert sglang.stock_calls == ["B2", "B3"]  # the next call is served
+
+
+def test_errors_before_a_launch_fall_back(sglang, monkeypatch):
+    """Among them a view that torch refuses, a RuntimeError. One of the GPU is not hidden there either."""
+    world = start(sglang)
+
+    def refuses(*args):
+        raise RuntimeError("out of bounds for storage")
+
+    monkeypatch.setattr(attention, "_pages", refuses)
+    world.attend(4)
+    assert sglang.stock_calls == ["B2", "B3"]
+    assert "out of bounds" in reasons(state.current())
+
+    def dead(*args):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
+
+    monkeypatch.setattr(attention, "_pages", dead)
+    with pytest.raises(torch.AcceleratorError):
+        world.attend(4)
 
 
 def test_strict_turns_a_fallback_into_an_error(sglang):
@@ -406,17 +457,28 @@ def test_strict_start_ends_the_process(sglang, monkeypatch):
     del sglang.module("sglang.kernels.ops.attention.dsv4.norm_rope").fused_k_norm_rope_flashmla
     monkeypatch.setenv("SGL_DSV4_STRICT", "1")
     with pytest.raises(SystemExit, match="A2 fused_k_norm_rope_flashmla"):
-        plugin_package.register()
+        sgl_dsv4_plugin.register()
     monkeypatch.delenv("SGL_DSV4_STRICT")
-    plugin_package.register()  # open: the others work
+    sgl_dsv4_plugin.register()  # open: the others work
     assert set(state.current().problems) == {"A2"}
 
 
 def test_register_never_raises_without_strict(monkeypatch, caplog):
     monkeypatch.setenv("SGL_DSV4_KERNELS", "sometimes")
-    plugin_package.register()
+    sgl_dsv4_plugin.register()
     assert "expected one of off | store | decode | all | decode,fused | all,fused" in caplog.text
     assert not state.is_installed()
+
+
+def test_a_package_that_cannot_be_imported(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sgl_dsv4_kernels.plugin", None)
+    sgl_dsv4_plugin.register()
+    assert "the plugin cannot start" in caplog.text
+    monkeypatch.setenv("SGL_DSV4_STRICT", "1")
+    with pytest.raises(SystemExit, match="the plugin cannot start"):
+        sgl_dsv4_plugin.register()
+    monkeypatch.setenv("SGL_DSV4_KERNELS", "off")  # imports nothing
+    sgl_dsv4_plugin.register()
 
 
 def test_a_stale_import_is_found(sglang):

@@ -2,7 +2,7 @@
 //
 // Weights are powers of 2 relative to the unit of their tile: the row's largest score in the tile. So a tile's weights,
 // and how bf16 rounds them, do not depend on how keys are cut into splits. A tile whose scores all lie more than
-// kUnitRange below the largest so far is measured against that largest instead, which bounds the sums.
+// kUnitRange below the largest so far is measured against 2^-kUnitRange of that largest instead, which bounds the sums.
 #pragma once
 
 #include <cstdint>
