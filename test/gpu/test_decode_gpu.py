@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import sgl_dsv4_kernels as dk
+from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import CacheLayout
 from sgl_dsv4_kernels.reference import decode as reference
@@ -290,7 +291,10 @@ def test_no_rows():
             assert decode(problem, num_splits=splits, output=output, return_amax=True).out.shape == (0, 8, 512)
 
 
-def test_opcheck():
+@pytest.mark.parametrize("backend", ["sm90", "triton"])
+def test_opcheck(backend):
+    if backend == "sm90" and (reason := sm90_decode.missing(DEVICE)):
+        pytest.skip(reason)
     problem = td.random_problem(3, 8, 70, 40, rope=True, device=DEVICE)
     main, extra = problem.main, problem.extra
     tail = (extra.cache, extra.indices, extra.length, main.page_size, extra.page_size, 512**-0.5, 0, 0, False)
@@ -300,9 +304,9 @@ def test_opcheck():
     lse, amax = torch.empty((3, 8), device=DEVICE), torch.empty((3, 8), device=DEVICE)
     o_accum, lse_accum = torch.empty((2, 3, 8, 512), device=DEVICE), torch.empty((2, 3, 8), device=DEVICE)
     ops = torch.ops.sgl_dsv4_kernels
-    torch.library.opcheck(ops.sparse_decode.default, (*attention, *last, 0, "triton", out, lse, None, amax))
-    torch.library.opcheck(ops.sparse_decode_partial.default, (*attention, True, "triton", o_accum, lse_accum))
-    ops.sparse_decode_partial(*attention, True, "triton", o_accum, lse_accum)
+    torch.library.opcheck(ops.sparse_decode.default, (*attention, *last, 0, backend, out, lse, None, amax))
+    torch.library.opcheck(ops.sparse_decode_partial.default, (*attention, True, backend, o_accum, lse_accum))
+    ops.sparse_decode_partial(*attention, True, backend, o_accum, lse_accum)
     torch.library.opcheck(ops.combine_splits.default, (o_accum, lse_accum, *last, 0, True, out, lse, None, amax))
 
 

@@ -14,11 +14,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import sgl_dsv4_kernels as dk
-from sgl_dsv4_kernels import sm90_decode
+from sgl_dsv4_kernels import sm90_decode, testing
 from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import CacheLayout
 from sgl_dsv4_kernels.reference import decode as reference
 from sgl_dsv4_kernels.reference.decode import Source
+from sgl_dsv4_kernels.settings import settings
 
 DEVICE = torch.device("cuda")
 if reason := sm90_decode.missing(DEVICE):
@@ -62,6 +63,26 @@ def test_one_tile(block_heads):
     check(decode(problem, num_splits=1), td.truth(problem), "equal")
 
 
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 5, 129])
+def test_whole_tiles_of_holes(block_heads, tiles):
+    """No key of a tile attended to: the first, one in the middle, the last, all but one."""
+    problem = td.random_problem(1, 64, 64 * tiles, device=DEVICE, lengths=64 * tiles, seed=tiles)
+    indices = problem.main.indices.view(tiles, 64)
+    full = indices.clone()
+    for holes in ([0], [tiles // 2], [tiles - 1], [t for t in range(tiles) if t != tiles // 2]):
+        indices.copy_(full)
+        indices[holes] = -1
+        want = td.truth(problem)
+        for splits in (1, 2):
+            check(decode(problem, num_splits=splits), want, (holes, splits))
+
+
+def test_long_rows(block_heads):
+    """LSE of many tiles without a split: a factor a tile is multiplied into the sum."""
+    problem = td.random_problem(2, 64, 64, 8256, device=DEVICE, lengths=64, extra_lengths=8256, seed=3)
+    check(decode(problem, num_splits=1), td.truth(problem), "unsplit")
+
+
 def test_partials(block_heads):
     problem = td.random_problem(5, 64, 128, 512, device=DEVICE, seed=9)
     o, lse = dk.sparse_decode_partial(**problem.arguments(), num_splits=7, backend="sm90")
@@ -99,6 +120,41 @@ def test_reruns(block_heads):
             again = decode(problem, num_splits=splits)
             assert torch.equal(again.out, first.out)
             assert torch.equal(again.lse, first.lse)
+
+
+def test_chains_of_programmatic_launches(monkeypatch):
+    """Store, decode, combine, again and again, large and small grids in turn: the same bits as one after the other."""
+    steps, most, page_size, heads = 200, 48, 64, 64
+    freqs = testing.yarn_freqs_cis(most, DEVICE)
+    kv = torch.randn(steps, most, 512, device=DEVICE).bfloat16()
+    q = torch.randn(most, heads, 512, device=DEVICE).bfloat16()
+    weight = torch.ones(512, dtype=torch.bfloat16, device=DEVICE)
+    positions = torch.arange(most, device=DEVICE)
+    indices = torch.arange(2 * page_size, dtype=torch.int32, device=DEVICE).repeat(most, 1)
+
+    def run() -> list[torch.Tensor]:
+        cache = torch.zeros(2, CacheLayout.V4.page_bytes(page_size), dtype=torch.uint8, device=DEVICE)
+        outs = []
+        for step in range(steps):
+            rows = (1, most, 7)[step % 3]
+            slots = ((positions + 5 * step) % (2 * page_size)).int()
+            dk.norm_rope_store(
+                kv[step, :rows], weight, 1e-6, freqs, positions[:rows], slots[:rows], cache, page_size=page_size
+            )
+            splits = (2, 1)[step % 2]
+            result = dk.sparse_decode(
+                q[:rows], cache, indices[:rows], page_size=page_size, num_splits=splits, backend="sm90",
+                inverse_rope=(freqs, positions[:rows]),
+            )  # fmt: skip
+            outs.append(result.out)
+        return outs
+
+    results = []
+    for pdl in (False, True, True):
+        monkeypatch.setattr(settings, "pdl", pdl)
+        results.append(run())
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_views():
