@@ -403,28 +403,23 @@ def _outputs(
 # ---- implementations of the torch ops ----
 
 
-def _sources(
-    cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
-    extra_layout,
-) -> tuple[Source, Source | None]:  # fmt: skip
-    main = Source(cache, indices, topk_length, page_size, CacheLayout.from_code(layout))
-    if extra_cache is None:
-        return main, None
-    second = CacheLayout.from_code(extra_layout)
-    return main, Source(extra_cache, extra_indices, extra_topk_length, extra_page_size, second)
-
-
-def _run_time_backend(backend: str, main: Source, extra: Source | None) -> str:
-    """The backend that was chosen, but "triton" where torch.compile took a cache for aligned that is not."""
-    return "triton" if backend == "sm90" and sm90_decode.unsupported(main, extra) else backend
-
-
-def _before(backend: str, q: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, Prologue]:
-    """The query and what is left for the backend's own kernel to do to it."""
-    if backend == "triton":
-        return q, prologue
-    # The reference stays torch on a GPU too: it is what the kernels are compared with.
-    return (query_norm_rope if backend == "torch" else run_first)(q, *prologue), (None, None, None)
+def _prepare(
+    q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
+    extra_layout, prologue: Prologue, backend: str,
+) -> tuple[torch.Tensor, Source, Source | None, Prologue, str]:  # fmt: skip
+    """The query, the caches, what is left for the backend's own kernel to do to the query, and the backend: "triton"
+    where torch.compile took a cache for aligned that is not."""
+    main, extra = Source(cache, indices, topk_length, page_size, CacheLayout.from_code(layout)), None
+    if extra_cache is not None:
+        second = CacheLayout.from_code(extra_layout)
+        extra = Source(extra_cache, extra_indices, extra_topk_length, extra_page_size, second)
+    if backend == "sm90" and sm90_decode.unsupported(main, extra):
+        backend = "triton"
+    if backend != "triton":
+        # The reference stays torch on a GPU too: it is what the kernels are compared with.
+        q = (query_norm_rope if backend == "torch" else run_first)(q, *prologue)
+        prologue = (None, None, None)
+    return q, main, extra, prologue, backend
 
 
 def _write(results: tuple[torch.Tensor | None, ...], targets: tuple[torch.Tensor | None, ...]) -> None:
@@ -438,12 +433,10 @@ def _sparse_decode_op(
     softmax_scale, layout, extra_layout, batch_invariant, q_norm_eps, q_freqs_cis, q_positions, attn_sink, freqs_cis,
     positions, output, backend, out, lse, scales, amax,
 ) -> None:  # fmt: skip
-    main, extra = _sources(
-        cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
-        extra_layout,
+    q, main, extra, prologue, backend = _prepare(
+        q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
+        layout, extra_layout, (q_norm_eps, q_freqs_cis, q_positions), backend,
     )  # fmt: skip
-    backend = _run_time_backend(backend, main, extra)
-    q, prologue = _before(backend, q, (q_norm_eps, q_freqs_cis, q_positions))
     if backend == "triton":
         from sgl_dsv4_kernels import triton_launch
 
@@ -470,12 +463,10 @@ def _sparse_decode_partial_op(
     softmax_scale, layout, extra_layout, batch_invariant, q_norm_eps, q_freqs_cis, q_positions, fill_empty, backend,
     o_accum, lse_accum,
 ) -> None:  # fmt: skip
-    main, extra = _sources(
-        cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
-        extra_layout,
+    q, main, extra, prologue, backend = _prepare(
+        q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
+        layout, extra_layout, (q_norm_eps, q_freqs_cis, q_positions), backend,
     )  # fmt: skip
-    backend = _run_time_backend(backend, main, extra)
-    q, prologue = _before(backend, q, (q_norm_eps, q_freqs_cis, q_positions))
     if backend == "triton":
         from sgl_dsv4_kernels import triton_launch
 

@@ -58,6 +58,12 @@ class Target:
 _OPS = "sglang.kernels.ops.attention"
 _MODEL = "sglang.srt.models.deepseek_v4"
 _BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
+_NORM_ROPE_MODULES = (
+    f"{_OPS}.dsv4.norm_rope",  # 0.5.23
+    f"{_OPS}.dsv4.elementwise",  # 0.5.17
+    "sglang.jit_kernel.dsv4.elementwise",  # 0.5.13
+    "sglang.jit_kernel.deepseek_v4",  # 0.5.12
+)
 
 
 def _paths(function: str, *modules: str) -> tuple[Path, ...]:
@@ -91,13 +97,7 @@ TARGETS: tuple[Target, ...] = (
     Target(  # sliding-window latent -> cache
         key="A2",
         part="store",
-        paths=_paths(
-            "fused_k_norm_rope_flashmla",
-            f"{_OPS}.dsv4.norm_rope",  # 0.5.23
-            f"{_OPS}.dsv4.elementwise",  # 0.5.17
-            "sglang.jit_kernel.dsv4.elementwise",  # 0.5.13
-            "sglang.jit_kernel.deepseek_v4",  # 0.5.12
-        ),
+        paths=_paths("fused_k_norm_rope_flashmla", *_NORM_ROPE_MODULES),
         reads=("kv", "kv_weight", "eps", "freqs_cis", "positions", "out_loc", "kvcache", "page_size"),
         neutral=MappingProxyType({"layout": "v4", "q": None}),  # 0.5.21
         consumers=("sglang.srt.mem_cache.deepseek_v4_memory_pool",),
@@ -147,13 +147,7 @@ TARGETS: tuple[Target, ...] = (
     Target(  # inverse RoPE of the attention's output, which our decode has then done already
         key="B3",
         part="decode",
-        paths=_paths(
-            "fused_rope_inplace",
-            f"{_OPS}.dsv4.norm_rope",  # 0.5.23
-            f"{_OPS}.dsv4.elementwise",  # 0.5.17
-            "sglang.jit_kernel.dsv4.elementwise",  # 0.5.13
-            "sglang.jit_kernel.deepseek_v4",  # 0.5.12
-        ),
+        paths=_paths("fused_rope_inplace", *_NORM_ROPE_MODULES),
         reads=("q", "k", "freqs_cis", "positions", "inverse"),
         context_only=True,
         consumers=(_MODEL,),
@@ -168,13 +162,7 @@ TARGETS: tuple[Target, ...] = (
     Target(  # the query's RMSNorm and RoPE, which our decode can do as it loads the query
         key="B5",
         part="fused",
-        paths=_paths(
-            "fused_q_norm_rope",
-            f"{_OPS}.dsv4.norm_rope",  # 0.5.23
-            f"{_OPS}.dsv4.elementwise",  # 0.5.17
-            "sglang.jit_kernel.dsv4.elementwise",  # 0.5.13
-            "sglang.jit_kernel.deepseek_v4",  # 0.5.12
-        ),
+        paths=_paths("fused_q_norm_rope", *_NORM_ROPE_MODULES),
         reads=("q_input", "q_output", "eps", "freqs_cis", "positions"),
         consumers=(_MODEL,),
     ),

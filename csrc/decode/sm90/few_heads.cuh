@@ -44,8 +44,8 @@ struct FewHeads {
     for (int block = 0; block < kChannelBlocks; ++block) {
 #pragma unroll
       for (int k = 0; k < kBlockChannels / 16; ++k)
-        wgmma_keys_by_heads(s, keys + descriptor_step(block * kBlockBytes + k * 32),
-                            q + descriptor_step(block * kHeads * kRowBytes + k * 32), block + k > 0);
+        wgmma_few_heads<false>(s, keys + descriptor_step(block * kBlockBytes + k * 32),
+                               q + descriptor_step(block * kHeads * kRowBytes + k * 32), block + k > 0);
     }
     wgmma_commit();
     wgmma_wait<0>(s);
@@ -158,9 +158,9 @@ struct FewHeads {
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int k = 0; k < kTileKeys / 16; ++k)
-        wgmma_channels_by_heads(o[block],
-                                values + descriptor_step((kHalf * kBlocks + block) * kBlockBytes + k * 2 * kGroupBytes),
-                                weights + descriptor_step(k * 2 * kWeightGroupBytes), !first || k > 0);
+        wgmma_few_heads<true>(o[block],
+                              values + descriptor_step((kHalf * kBlocks + block) * kBlockBytes + k * 2 * kGroupBytes),
+                              weights + descriptor_step(k * 2 * kWeightGroupBytes), !first || k > 0);
     }
     wgmma_commit();
     wgmma_wait<0>(o[0]);

@@ -54,80 +54,46 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uin
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Few heads. d (+)= A B^T: A 64 keys, B 8, 16 or 32 heads, both 16 channels wide.
-__device__ __forceinline__ void wgmma_keys_by_heads(float (&d)[4], uint64_t a, uint64_t b, bool accumulate) {
+// Few heads. kAcross = false: d (+)= A B^T, A 64 keys, B 8, 16 or 32 heads, both 16 channels wide. kAcross = true: both
+// are read across, d (+)= A^T B, A 16 keys of 64 channels, B 16 keys of 8, 16 or 32 weights, the 16 being summed over.
+template <bool kAcross>
+__device__ __forceinline__ void wgmma_few_heads(float (&d)[4], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %6, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3}, "
-      "%4, %5, p, 1, 1, 0, 0;\n"
+      "%4, %5, p, 1, 1, %7, %7;\n"
       "}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kAcross)));
 }
-__device__ __forceinline__ void wgmma_keys_by_heads(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
+template <bool kAcross>
+__device__ __forceinline__ void wgmma_few_heads(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %10, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "%8, %9, p, 1, 1, 0, 0;\n"
+      "%8, %9, p, 1, 1, %11, %11;\n"
       "}\n"
       : SGL_DSV4_ACC8(d, 0)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kAcross)));
 }
-__device__ __forceinline__ void wgmma_keys_by_heads(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
+template <bool kAcross>
+__device__ __forceinline__ void wgmma_few_heads(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %18, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "%16, %17, p, 1, 1, 0, 0;\n"
+      "%16, %17, p, 1, 1, %19, %19;\n"
       "}\n"
       : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-
-// d (+)= A^T B: A 16 keys of 64 channels, B 16 keys of 8, 16 or 32 weights, the 16 being summed over.
-__device__ __forceinline__ void wgmma_channels_by_heads(float (&d)[4], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %6, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3}, "
-      "%4, %5, p, 1, 1, 1, 1;\n"
-      "}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-__device__ __forceinline__ void wgmma_channels_by_heads(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "%8, %9, p, 1, 1, 1, 1;\n"
-      "}\n"
-      : SGL_DSV4_ACC8(d, 0)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-__device__ __forceinline__ void wgmma_channels_by_heads(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "%16, %17, p, 1, 1, 1, 1;\n"
-      "}\n"
-      : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kAcross)));
 }
 
 #undef SGL_DSV4_ACC8
