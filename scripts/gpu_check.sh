@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: build, GPU tests, compute-sanitizer, benchmarks. A short table comes last.
 #
-#   bash scripts/gpu_check.sh [store|decode|all]        (default: all)
+#   bash scripts/gpu_check.sh [store|decode|all] [1|2]  1 tests and compute-sanitizer, 2 benchmarks (default: all, both)
 #   bash scripts/gpu_check.sh e2e [1|2]                 SGLang servers: 1 correctness, 2 benchmark (default: both)
 #   bash scripts/gpu_check.sh tp2 [1|2]                 likewise with two tensor-parallel ranks, on two GPUs
+#
+# Tests run in several processes, compute-sanitizer's tools beside them and each other; benchmarks run alone, afterwards.
 #
 # OUT_DIR           where CSV, PNG and summary go (default: benchmark/results/h200), each piece's log in OUT_DIR/logs
 # SGL_DSV4_WHEEL    test this wheel instead of building one
 # SGL_DSV4_COMMIT   what the CSV calls the commit where there is no git
+# TEST_PROCESSES    processes of the tests (default: by cores and GPU memory, at most 6; 1 without pytest-xdist)
+# PIECE_SECONDS     time limit of tests, sanitizer and benchmark, each (default: 420; 1200 for tests in one process)
 # E2E_MODEL, E2E_ARGS, E2E_OPTIONS, E2E_SECONDS   model path (tp2: one or more) and flags of the servers, options of
 #                   check_serving.py or (e2e 2) bench_serving.py, and time limit of each (default: 500)
 # TP2_BENCH         tp2: options of bench_serving.py instead of those below
@@ -17,35 +21,76 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 set +e
 
 WHAT="${1:-all}" PART="${2:-}"
-case "$WHAT $PART" in "store " | "decode " | "all ") ;;
+case "$WHAT $PART" in
+  "store "* | "decode "* | "all "*) [[ "$PART" =~ ^[12]?$ ]] || die "expected 1, 2 or nothing behind $WHAT, got $PART" ;;
   "e2e " | "e2e 1" | "e2e 2" | "tp2 " | "tp2 1" | "tp2 2")
     [ -n "${E2E_MODEL:-}" ] || die "$WHAT needs E2E_MODEL, the path of a model" ;;
-  *) die "expected store, decode, all, e2e [1|2] or tp2 [1|2], got $*" ;;
+  *) die "expected store, decode, all, e2e or tp2, and 1, 2 or nothing, got $*" ;;
 esac
 OUT_DIR="$(realpath -m "${OUT_DIR:-$ROOT/benchmark/results/h200}")"
 LOGS="$OUT_DIR/logs"
 mkdir -p "$LOGS"
 export MPLCONFIGDIR="${MPLCONFIGDIR:-/tmp/matplotlib}"
 failed=0
-summary=()
+summary=() names=() groups=()  # groups: process groups of the pieces that run
 
-# piece NAME COMMAND ... : runs it, its output into a log; one line here, one in the table
-piece() {
-  local name="$1" start=$SECONDS status line
+# start NAME COMMAND ... : a piece, in the background and in a process group of its own, its output in a log
+start() {
+  local name="$1"
   shift
-  "$@" > "$LOGS/$name.log" 2>&1
-  status=$?
-  line="$(printf '%-22s %-9s %4d s   %s' "$name" "$([ $status = 0 ] && echo ok || echo "FAILED $status")" \
-    $((SECONDS - start)) "$(last_words "$name")")"
-  summary+=("$line")
-  echo "$line"
-  if [ $status != 0 ]; then
-    failed=1
-    echo "---- last lines of $LOGS/$name.log"
-    tail -n 25 "$LOGS/$name.log"
-    echo "----"
-  fi
+  rm -f "$LOGS/.$name"
+  set -m
+  (
+    begun=$SECONDS
+    "$@"
+    status=$?
+    echo $((SECONDS - begun)) > "$LOGS/.$name"
+    exit $status
+  ) > "$LOGS/$name.log" 2>&1 < /dev/null &
+  set +m
+  names+=("$name") groups+=($!)
 }
+
+# Waits for all pieces that were started: one line each here, and in the table. What a piece leaves running is killed.
+finish() {
+  local i name status seconds line
+  for i in "${!names[@]}"; do
+    name="${names[i]}"
+    wait "${groups[i]}"
+    status=$?
+    kill -KILL -- "-${groups[i]}" 2> /dev/null
+    seconds="$(cat "$LOGS/.$name" 2> /dev/null)"
+    rm -f "$LOGS/.$name"
+    # All skipped is no success here.
+    [[ $status != 0 || $name != test_* ]] || grep -qaE '[0-9]+ passed' "$LOGS/$name.log" || status=1
+    line="$(printf '%-22s %-9s %4s s   %s' "$name" "$([ $status = 0 ] && echo ok || echo "FAILED $status")" \
+      "${seconds:-?}" "$(last_words "$name")")"
+    summary+=("$line")
+    echo "$line"
+    if [ $status != 0 ]; then
+      failed=1
+      echo "---- last lines of $LOGS/$name.log"
+      tail -n 25 "$LOGS/$name.log"
+      echo "----"
+    fi
+  done
+  names=() groups=()
+}
+
+piece() {  # NAME COMMAND ... : alone
+  start "$@"
+  finish
+}
+
+stop() {
+  local group
+  for group in "${groups[@]}"; do kill -KILL -- "-$group" 2> /dev/null; done
+  exit 130
+}
+trap stop INT TERM
+
+# limited SECONDS COMMAND ... : not in a group of its own, so that finish and stop reach what it starts
+limited() { timeout --foreground -k 10 "$@"; }
 
 # The line of a piece's log that says most.
 last_words() {
@@ -53,40 +98,57 @@ last_words() {
   case "$1" in
     build) grep -aE 'for |installing' "$log" | tail -1 ;;
     test_*) grep -aE '(passed|failed|error|skipped|no tests ran).* in [0-9.]+s' "$log" | tail -1 | sed 's/^=* *//; s/ *=*$//' ;;
-    memcheck_* | racecheck_* | initcheck_*) grep -aE 'SUMMARY' "$log" | tail -1 | sed 's/^=* *//' ;;
+    *check_store | *check_decode) grep -aE 'SUMMARY' "$log" | tail -1 | sed 's/^=* *//' ;;
     bench_norm*) grep -a 'speed lines missed' "$log" ;;
     *) tail -n 1 "$log" ;;
   esac
 }
 
 build() {  # in a shell of its own: set_up exits where it fails
-  (set -e; VERBOSE_BUILD=1 set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "matplotlib 3.5 matplotlib" "triton 3.6 triton==3.6.0" &&
-    cd "$VENV" && "$PY" -c 'import sgl_dsv4_kernels as dk, torch; print(dk.build_info(), torch.cuda.get_device_name())')
+  (
+    set -e
+    VERBOSE_BUILD=1 set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "matplotlib 3.5 matplotlib" "triton 3.6 triton==3.6.0"
+    need_optional "pytest_timeout 2.0 pytest-timeout" "pytest_xdist 3.2 pytest-xdist"
+    cd "$VENV" && "$PY" -c 'import sgl_dsv4_kernels as dk, torch; print(dk.build_info(), torch.cuda.get_device_name())'
+  )
 }
 
-tests() {  # PLACE ... below test/
+# How many processes share the GPU: most of a test's time is Triton's compiler, on one core, and some hold 15 GiB.
+test_processes() {
+  "$PY" -c 'import os, torch, xdist
+memory = torch.cuda.get_device_properties(0).total_memory
+print(max(1, min(6, len(os.sched_getaffinity(0)) // 2, memory // (20 << 30))))' 2> /dev/null || echo 1
+}
+
+tests() {  # PROCESSES PLACE ... below test/
+  local processes="$1" seconds options=()
+  shift
   local places=("${@/#/$ROOT/test/}")
-  cd "$VENV" && "$PY" -m pytest -c "$ROOT/pyproject.toml" --rootdir "$ROOT" -m "not slow" -p no:cacheprovider -q -ra \
-    --durations 8 -W "ignore:Unknown config option" "${places[@]}" | tee "$LOGS/.pytest"
-  local status=$?  # pytest's: pipefail
-  grep -qaE '[0-9]+ passed' "$LOGS/.pytest" || status=1  # all skipped is no success here
-  rm -f "$LOGS/.pytest"
-  return $status
+  if [ "$processes" -gt 1 ]; then
+    options+=(-n "$processes" --dist worksteal)
+    export OMP_NUM_THREADS=2
+  fi
+  # By a thread: a test that waits for the GPU takes no signal. It ends the process, which pytest-xdist replaces.
+  "$PY" -c 'import pytest_timeout' 2> /dev/null && options+=(--timeout 150 --timeout-method thread)
+  seconds="${PIECE_SECONDS:-$([ "$processes" -gt 1 ] && echo 420 || echo 1200)}"
+  cd "$VENV" && limited "$seconds" "$PY" -m pytest -c "$ROOT/pyproject.toml" --rootdir "$ROOT" -m "not slow" \
+    -p no:cacheprovider -q -ra --durations 8 -W "ignore:Unknown config option" "${options[@]}" "${places[@]}"
 }
 
-sanitize() {  # TOOL SCRIPT KERNEL
-  local sanitizer
+sanitize() {  # TOOL SCRIPT : our kernels alone (Triton's has no namespace in its name)
+  local sanitizer port=$((49152 + 16 * ${#groups[@]}))  # of its own: several run at once
   sanitizer="${COMPUTE_SANITIZER:-}"
   [ -n "$sanitizer" ] || sanitizer="$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2> /dev/null | head -1)"
   [ -n "$sanitizer" ] || { echo "SUMMARY: compute-sanitizer not found (COMPUTE_SANITIZER=path)"; return 1; }
-  cd "$VENV" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$1" --error-exitcode 9 \
-    --kernel-regex "kns=$3" "$PY" "$ROOT/scripts/$2"
+  cd "$VENV" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 limited "${PIECE_SECONDS:-420}" "$sanitizer" --tool "$1" \
+    --error-exitcode 9 --port $port --target-processes application-only \
+    --kernel-name kns=sgl_dsv4 --kernel-name kns=sparse_decode_kernel "$PY" "$ROOT/scripts/$2"
 }
 
 benchmark() {  # NAME ARGUMENT ...
   local name="$1"
   shift
-  cd "$VENV" && "$PY" "$ROOT/benchmark/bench_$name.py" --csv "$OUT_DIR/$name.csv" "$@"
+  cd "$VENV" && limited "${PIECE_SECONDS:-420}" "$PY" "$ROOT/benchmark/bench_$name.py" --csv "$OUT_DIR/$name.csv" "$@"
 }
 
 serving() {  # SCRIPT OPTION ... : ended at the limit, with the servers that it started
@@ -106,19 +168,14 @@ tp2() {  # CHECKS OPTION ...
   serving test/e2e/check_serving.py --tp 2 --checks "$@"
 }
 
-doctor_pids=()
-start_doctors() {  # one for each of the two GPUs, in the background: SGLang's import takes half a minute
-  local gpu
+doctors() {  # on each of the two GPUs, at once: SGLang's import takes half a minute
+  local gpu status=0 processes=()
   for gpu in 0 1; do
     CUDA_VISIBLE_DEVICES=$gpu timeout 120 sgl-dsv4 doctor > "$LOGS/.doctor$gpu" 2>&1 &
-    doctor_pids+=($!)
+    processes+=($!)
   done
-}
-
-doctors() {  # what they found
-  local gpu status=0
   for gpu in 0 1; do
-    wait "${doctor_pids[gpu]}" || status=1
+    wait "${processes[gpu]}" || status=1
     sed "s/^/GPU $gpu: /" "$LOGS/.doctor$gpu"
     rm -f "$LOGS/.doctor$gpu"
   done
@@ -137,43 +194,48 @@ if [ "$WHAT" = tp2 ]; then
   bench="${TP2_BENCH:---concurrency 1 8 32 --ttft --profile 1 32 --most-replaced 0.35}"
   bench+=" --csv $OUT_DIR/serving_tp2_{model}.csv"
   if [ "$PART" != 2 ]; then
-    start_doctors
-    piece test_two_devices tests gpu/test_two_devices.py
-    piece doctor doctors
+    start test_two_devices tests 1 gpu/test_two_devices.py
+    start doctor doctors
+    finish
   fi
   case "$PART" in 1) checks=abd ;; 2) checks=t ;; *) checks=abtd ;; esac
   piece check_serving tp2 $checks --output "$OUT_DIR/check_serving_tp2.txt" --bench "$bench"
 fi
-if [ "$WHAT" = store ] || [ "$WHAT" = all ]; then
-  if [ "$WHAT" = all ]; then
-    piece test_all tests gpu registered unit/test_store_golden.py unit/test_decode_triton.py
-  else
-    piece test_store tests gpu/test_store_gpu.py registered unit/test_store_golden.py
+wants() { [ "$WHAT" = "$1" ] || [ "$WHAT" = all ]; }
+if { wants store || wants decode; } && [ "$PART" != 2 ]; then
+  case "$WHAT" in
+    store) places=(gpu/test_store_gpu.py registered unit/test_store_golden.py) ;;
+    decode) places=(gpu/test_{combine,decode_gpu,decode_sm90,query_gpu}.py unit/test_decode_triton.py) ;;
+    all) places=(gpu registered unit/test_store_golden.py unit/test_decode_triton.py) ;;
+  esac
+  start "test_$WHAT" tests "${TEST_PROCESSES:-$(test_processes)}" "${places[@]}"
+  if wants store; then
+    for tool in memcheck racecheck; do start ${tool}_store sanitize $tool sanitize_store.py; done
   fi
-  piece memcheck_store sanitize memcheck sanitize_store.py store_
-  piece racecheck_store sanitize racecheck sanitize_store.py store_
-  # The speed lines are those of an H200.
-  h200=$("$PY" -c 'import torch; print(*["--check"] * ("H200" in torch.cuda.get_device_name()))' 2> /dev/null)
-  piece bench_norm_rope_store benchmark norm_rope_store --layout all --plot "$OUT_DIR/norm_rope_store.png" $h200
+  if wants decode; then
+    for tool in memcheck racecheck initcheck synccheck; do start ${tool}_decode sanitize $tool sanitize_decode.py; done
+  fi
+  finish
 fi
-if [ "$WHAT" = decode ] || [ "$WHAT" = all ]; then
-  [ "$WHAT" = all ] || piece test_decode tests gpu/test_{combine,decode_gpu,decode_sm90,query_gpu}.py unit/test_decode_triton.py
-  if [ -e "$ROOT/scripts/sanitize_decode.py" ]; then
-    piece memcheck_decode sanitize memcheck sanitize_decode.py "_kernel"
-    piece racecheck_decode sanitize racecheck sanitize_decode.py "_kernel"
-    piece initcheck_decode sanitize initcheck sanitize_decode.py "_kernel"
+if [ "$PART" != 1 ]; then
+  if wants store; then
+    # The speed lines are those of an H200.
+    h200=$("$PY" -c 'import torch; print(*["--check"] * ("H200" in torch.cuda.get_device_name()))' 2> /dev/null)
+    piece bench_norm_rope_store benchmark norm_rope_store --layout all --plot "$OUT_DIR/norm_rope_store.png" $h200
   fi
-  for name in combine sparse_decode; do
-    [ -e "$ROOT/benchmark/bench_$name.py" ] && piece "bench_$name" benchmark "$name"
-  done
+  if wants decode; then
+    piece bench_combine benchmark combine
+    piece bench_sparse_decode benchmark sparse_decode
+  fi
 fi
 
 {
-  for log in "$LOGS"/check_*.log "$LOGS"/bench_*.log; do
-    [ -e "$log" ] && { echo; grep -avE '^\[' "$log"; }
+  for line in "${summary[@]}"; do
+    name="${line%% *}"
+    case "$name" in check_serving | bench_*) echo; grep -avE '^\[' "$LOGS/$name.log" ;; esac
   done
   echo
   printf '%s\n' "${summary[@]}"
   echo "gpu_check $*: $([ $failed = 0 ] && echo ok || echo FAILED), $SECONDS s, results in $OUT_DIR"
-} | tee "$OUT_DIR/gpu_check.txt"
+} | tee "$OUT_DIR/gpu_check${PART:+_$PART}.txt"
 exit $failed

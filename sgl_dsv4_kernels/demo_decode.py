@@ -57,7 +57,7 @@ def decode_step(main: Rows, extra: Rows, freqs: torch.Tensor) -> list[str]:
     failures = []
     for splits in SPLIT_COUNTS:
         result = dk.sparse_decode(**problem.arguments(), **options, num_splits=splits)
-        error, excess = relative_error(result.out, want.value), lse_excess(result.lse, want.lse)
+        error, excess = relative_error(result.out, want.value), lse_excess(result.lse, want)
         failed = not error <= OUTPUT_BOUND or not excess <= 0
         print(f"{splits:6}   {error:12.5f}   {OUTPUT_BOUND:.4f}   {max(excess, 0.0):.1e}{'  FAILED' if failed else ''}")
         if failed:

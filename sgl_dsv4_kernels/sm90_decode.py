@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.reference.decode import Source
@@ -37,7 +38,8 @@ missing._dynamo_marked_constant = True  # torch.compile evaluates it instead of 
 def unsupported(main: Source, extra: Source | None) -> str | None:
     """Which argument the kernels do not take and why, None if they take all.
 
-    Addresses are unknown while torch.compile traces: there they count as aligned, and the op looks again.
+    Addresses are unknown while torch.compile traces, and fake tensors have none: there they count as aligned, and the
+    op looks again.
     """
     for name, source in (("cache", main), ("extra_cache", extra)):
         if source is None:
@@ -45,7 +47,8 @@ def unsupported(main: Source, extra: Source | None) -> str | None:
         if source.layout is not CacheLayout.V4:
             return f"{name}: backend 'sm90' takes layout v4, got {source.layout.name.lower()}"
         cache = source.cache
-        aligned = torch.compiler.is_compiling() or cache.data_ptr() % ALIGNMENT == 0
+        unknown = torch.compiler.is_compiling() or isinstance(cache, FakeTensor)
+        aligned = unknown or cache.data_ptr() % ALIGNMENT == 0
         if not aligned or (cache.shape[0] > 1 and cache.stride(0) % ALIGNMENT != 0):
             return f"{name}: backend 'sm90' needs data and stride(0) that are multiples of {ALIGNMENT} bytes"
     return None

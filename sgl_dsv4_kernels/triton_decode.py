@@ -307,15 +307,20 @@ def sparse_decode_kernel(
         o2 = tl.dot(weights, k2, o2 * decay[:, None])
         o3 = tl.dot(weights, k3, o3 * decay[:, None])
 
-    inverse = tl.where(total == 0, 1.0, tl.exp2(unit - top) / total)[:, None]
+    empty = total == 0
+    inverse = tl.where(empty, 1.0, tl.exp2(unit - top) / total)[:, None]
     o0 = o0 * inverse
     o1 = o1 * inverse
     o2 = o2 * inverse
     o3 = o3 * inverse
+    if FILL_EMPTY or not PARTIAL:  # an infinite key with score -inf has left 0 * inf = NaN; else nobody reads it
+        o0 = tl.where(empty[:, None], 0.0, o0)
+        o1 = tl.where(empty[:, None], 0.0, o1)
+        o2 = tl.where(empty[:, None], 0.0, o2)
+        o3 = tl.where(empty[:, None], 0.0, o3)
     out_row = out_ptr + split.to(tl.int64) * stride_out_split + token * stride_out_token
     out_row = out_row + heads[:, None] * stride_out_head
     if PARTIAL:
-        empty = total == 0
         tl.store(lse_at, tl.where(empty, float("-inf"), log2_lse(top, tl.where(empty, 1.0, total))), mask=head_ok)
         store = head_ok[:, None]
         tl.store(out_row + tl.arange(0, 256)[None, :], o0, mask=store)

@@ -91,6 +91,13 @@ def rotate(x, freqs_ptr, position, num_freqs, stride_freqs, BLOCK_H: tl.constexp
     cosine = tl.load(row + pair, mask=inside, other=float("nan"))[None, :]
     sine = tl.load(row + pair + 1, mask=inside, other=float("nan"))[None, :]
     real, imaginary = tl.split(tl.reshape(x.to(tl.float32), (BLOCK_H, 32, 2)))
-    turned_real = fma(real, cosine, -(imaginary * sine), INTERPRET)
+    # Times -1, because Triton's minus sign is a subtraction from 0, which loses the sign of a zero.
+    turned_real = fma(real, cosine, imaginary * sine * -1.0, INTERPRET)
     turned_imaginary = fma(real, sine, imaginary * cosine, INTERPRET)
-    return round_to_bf16(tl.reshape(tl.join(turned_real, turned_imaginary), (BLOCK_H, 64)), INTERPRET)
+    turned = round_to_bf16(tl.reshape(tl.join(turned_real, turned_imaginary), (BLOCK_H, 64)), INTERPRET)
+    if INTERPRET:
+        return turned
+    else:
+        # Not pure: for mma.sync Triton takes what a join has made for unpacked half-width values, and orders the
+        # channels of the product by that. The scores would then be summed in another order than without a rotation.
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [turned], dtype=tl.bfloat16, is_pure=False, pack=2)

@@ -162,6 +162,6 @@ def _decode_test(device: torch.device) -> tuple[bool, str]:
     want = testing_decode.truth(problem)
     result = dk.sparse_decode(**problem.arguments(), **problem.options)
     error = testing_decode.relative_error(result.out, want.value)
-    excess = testing_decode.lse_excess(result.lse, want.lse)
+    excess = testing_decode.lse_excess(result.lse, want)
     bound = testing_decode.OUTPUT_BOUND
     return error <= bound and excess <= 0, f"{device.type}: output error {error:.5f} of at most {bound} against fp64"

@@ -106,12 +106,13 @@ def _partial(
     lse_accum = torch.full((num_splits, *q.shape[:2]), -math.inf, dtype=dtype, device=q.device)
     for split in range(num_splits):
         mine = (mask & (split_of_key == split))[:, None]
-        live = mine.any(-1)
         masked = torch.where(mine, scores, -math.inf)
+        live = (masked != -math.inf).any(-1)  # a key with score -inf counts as not attended
         most = torch.where(live, masked.amax(-1), 0.0)
         p = torch.where(mine, torch.exp2(masked - most[..., None]), 0.0)
         total = torch.where(live, p.sum(-1), 1.0)
-        o_accum[split] = torch.einsum("thk,tkd->thd", p, _without(rows, mine)) / total[..., None]
+        o = torch.einsum("thk,tkd->thd", p, _without(rows, mine)) / total[..., None]
+        o_accum[split] = torch.where(live[..., None], o, 0.0)
         lse_accum[split] = torch.where(live, most + torch.log2(total), -math.inf)
     return o_accum, lse_accum
 

@@ -36,7 +36,7 @@ def decode(problem: td.Problem, **options) -> dk.DecodeOutput:
 def check(result: dk.DecodeOutput, want: td.Truth, what: object) -> None:
     assert not result.out.isnan().any(), what
     assert td.relative_error(result.out, want.value) <= td.OUTPUT_BOUND, what
-    assert td.lse_excess(result.lse, want.lse) <= 0, what
+    assert td.lse_excess(result.lse, want) <= 0, what
     assert (result.out[want.empty] == 0).all(), what
 
 
@@ -61,7 +61,7 @@ def test_matrix(tokens, width):
         want = td.truth(problem)
         for heads in HEADS:
             part = first_heads(problem, heads)
-            part_want = td.Truth(want.value[:, :heads], want.lse[:, :heads])
+            part_want = want.of_heads(heads)
             for splits in (None, 1):
                 check(decode(part, num_splits=splits), part_want, (heads, extra_width, splits))
 
@@ -99,11 +99,11 @@ def test_beside_flashmla(heads, width, extra_width):
     want = td.truth(problem)
     out, lse = flashmla_call(api, problem)()
     theirs = td.relative_error(out, want.value)
-    assert td.lse_excess(lse, want.lse, absolute=1e-5) <= 0  # the peer was called rightly
+    assert td.lse_excess(lse, want, absolute=1e-5) <= 0  # the peer was called rightly
     for splits in (None, 1, 3):
         result = decode(problem, num_splits=splits)
         assert td.relative_error(result.out, want.value) <= 1.1 * theirs, splits
-        assert td.lse_excess(result.lse, want.lse) <= 0, splits
+        assert td.lse_excess(result.lse, want) <= 0, splits
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -235,7 +235,7 @@ for splits in (1, 3):
     want = td.truth(problem).value
     assert td.relative_error(out, want) < td.OUTPUT_BOUND
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

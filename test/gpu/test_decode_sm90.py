@@ -33,7 +33,7 @@ def decode(problem: td.Problem, **options) -> dk.DecodeOutput:
 def check(result: dk.DecodeOutput, want: td.Truth, what: object) -> None:
     assert not result.out.isnan().any(), what
     assert td.relative_error(result.out, want.value) <= td.OUTPUT_BOUND, what
-    assert td.lse_excess(result.lse, want.lse) <= 0, what
+    assert td.lse_excess(result.lse, want) <= 0, what
     assert (result.out[want.empty] == 0).all(), what
 
 

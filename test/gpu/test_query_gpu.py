@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
 import subprocess
 import sys
@@ -114,7 +114,9 @@ def test_close_to_the_reference(with_norm, with_rope):
     assert torch.equal(got.isnan(), want.isnan())
     differs = (got != want) & ~got.isnan()
     assert differs.double().mean() < (1e-3 if with_norm else 1e-12)
-    torch.testing.assert_close(got, want, rtol=2.0**-7, atol=1e-6, equal_nan=True)
+    # A neighbour, or behind the rotation the small difference of two products, of which one has a neighbour.
+    size = want.double().unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, -1)
+    assert ((got.double() - want.double()).abs() <= 2.0**-7 * size + 1e-6)[differs].all()
     assert with_norm or not differs.any()
 
 

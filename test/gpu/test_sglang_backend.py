@@ -7,6 +7,7 @@ of their own, because a process keeps its hooks.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.timeout(560)
 RATIOS = (0, 4, 128)
 # Mode, heads of the rank (of 64 padded ones), compress ratio. Draft-extend has no compressed cache.
 CASES = [
@@ -36,16 +38,28 @@ def name_of(mode: str, heads: int, ratio: int) -> str:
     return f"{mode}-{heads}-{ratio}"
 
 
+def run_cases() -> str:
+    """What `main` prints."""
+    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=500)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    assert lines, run.stderr[-4000:]
+    return lines[-1]
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, dict]:
+def results(tmp_path_factory) -> dict[str, dict]:
+    """Workers of pytest-xdist share what the first of them has run."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("needs SGLang")
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=500)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    assert lines, run.stderr[-4000:]
-    found = json.loads(lines[-1])
+    folder = tmp_path_factory.getbasetemp()
+    file = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "sglang_backend.json"
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.is_file():
+            file.write_text(run_cases())
+    found = json.loads(file.read_text())
     if "unavailable" in found:
         pytest.skip(found["unavailable"])
     return found
@@ -168,8 +182,9 @@ class Runner:
 
     def scheduled(self) -> bool:
         """Whether FlashMLA has filled its scheduler metadata."""
-        metadata = self.fixture.backend.forward_metadata.core_attn_metadata.get_flashmla_metadata(self.ratio)
-        return bool(metadata.have_initialized)
+        metadata = self.fixture.backend.forward_metadata
+        core = getattr(metadata, "core_attn_metadata", None) or metadata.core_metadata  # its name in newer versions
+        return bool(core.get_flashmla_metadata(self.ratio).have_initialized)
 
 
 class unavailable:

@@ -25,6 +25,7 @@ from sgl_dsv4_kernels import sm90_decode, testing
 from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.plugin import probe
 
+pytestmark = pytest.mark.timeout(300)
 FIRST, SECOND = (torch.device("cuda", number) for number in range(2))
 BACKENDS = ("triton", "sm90") if sm90_decode.missing(FIRST) is None else ("triton",)
 HEADS = (16, 32, 64)

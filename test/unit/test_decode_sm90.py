@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels import sm90_decode
@@ -36,6 +37,32 @@ def test_what_the_kernels_take():
     pitched = td.random_source(2, 64, page_size=64, page_stride=CacheLayout.V4.page_bytes(64) + 8)
     assert sm90_decode.unsupported(pitched, None) is not None
     assert sm90_decode.unsupported(bf16, None) == "cache: backend 'sm90' takes layout v4, got bf16"
+
+
+def test_tensors_without_memory(monkeypatch, recwarn):
+    """Fake tensors have no address to look at, on a CUDA device neither: the default backend there is sm90."""
+    monkeypatch.setattr(ops.sm90_decode, "missing", lambda device: None)
+    monkeypatch.setattr(ops, "_sm_count", lambda device: 132)
+    problem = td.random_problem(2, 64, 64, 64, rope=True)
+    arguments = problem.arguments() | problem.options
+    freqs, positions = arguments.pop("inverse_rope")
+    with FakeTensorMode():
+
+        def fake(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+        given = {name: fake(value) for name, value in arguments.items()}
+        for splits in (1, 2, None):
+            result = dk.sparse_decode(**given, inverse_rope=(fake(freqs), fake(positions)), num_splits=splits)
+            assert (result.out.shape, result.out.device.type) == ((2, 64, 512), "cuda")
+        dk.sparse_decode_partial(**{name: x for name, x in given.items() if name != "attn_sink"}, num_splits=2)
+    on_meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    assert dk.sparse_decode(**on_meta).out.shape == (2, 64, 512)
+    main = td.random_source(2, 64, page_size=64)
+    assert sm90_decode.unsupported(main._replace(cache=main.cache.to("meta")), None) is None
+    assert not recwarn.list
 
 
 def test_needs_a_hopper_gpu(monkeypatch):
