@@ -41,13 +41,15 @@ STABLE_TORCH_LIBRARY(sgl_dsv4_kernels, m) {
   m.def(
       "sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
-      "int block_heads, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, int output, bool pdl, Tensor(a!) out, "
+      "int block_heads, float? q_norm_eps, Tensor? q_freqs_cis, Tensor? q_positions, "
+      "Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, int output, bool pdl, Tensor(a!) out, "
       "Tensor(b!) lse, "
       "Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
   m.def(
       "sparse_decode_partial_sm90(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
-      "int block_heads, bool fill_empty, bool pdl, Tensor(a!) o_accum, Tensor(b!) lse_accum) -> ()");
+      "int block_heads, float? q_norm_eps, Tensor? q_freqs_cis, Tensor? q_positions, "
+      "bool fill_empty, bool pdl, Tensor(a!) o_accum, Tensor(b!) lse_accum) -> ()");
 #endif
   m.def("cache_layout_fact(int layout, str fact, int page_size) -> int");
   m.def("build_info() -> str");

@@ -77,6 +77,24 @@ def decode_table(rows: list[Row], kind: str = "warm") -> list[str]:
     )
 
 
+def chain_table(rows: list[Row]) -> list[str]:
+    """A line for each number of rows, a cell "ours / stock (ratio)" for each head count and output."""
+    cases = list(dict.fromkeys((row["heads"], row["output"]) for row in rows))
+    by_key = {(row["heads"], row["output"], row["b"]): row for row in rows}
+
+    def cell(case: tuple[str, str], b: str) -> str:
+        row = by_key.get((*case, b))
+        if row is None:
+            return ""
+        ours, stock = row["ours_us"], row.get("stock_us", "")
+        return f"{number(ours)} / {number(stock)}" + (f" ({float(stock) / float(ours):.2f})" if stock else "")
+
+    return table(
+        ["rows", *(f"{heads} heads, {output}" for heads, output in cases)],
+        ([b, *(cell(case, b) for case in cases)] for b in dict.fromkeys(row["b"] for row in rows)),
+    )
+
+
 def combine_table(rows: list[Row]) -> list[str]:
     columns = ("splits", "tokens", "heads", "output", "cache")
     lines = ([*(r[c] for c in columns), number(r["us"], 2), r["gb_per_s"], number(r["copy_us"], 2)] for r in rows)
@@ -167,10 +185,25 @@ def decode_tables(rows: list[Row]) -> list[str]:
     return lines[:-1]
 
 
+def chain_tables(rows: list[Row]) -> list[str]:
+    """A table for each number of keys and each head count that FlashMLA takes as it is, or only padded."""
+    lines = []
+    for extra in dict.fromkeys(row["extra"] for row in rows):
+        for padded in (False, True):
+            part = [row for row in rows if row["extra"] == extra and (int(row["heads"]) < 64) == padded]
+            if part:
+                text = ", padded to 64 for FlashMLA" if padded else ""
+                lines += [f"{part[0]['topk']} + {extra} keys{text}:", "", *chain_table(part), ""]
+    return [*lines, "![time against rows](../benchmark/results/h200/decode_chain.png)"]
+
+
 STORE_TEXT = """Median us, L2 flushed before each run, **ours / SGLang's kernel / a device copy of the same bytes**;
 launch and events, 2 to 3 us, are in every figure."""
 DECODE_TEXT = """Median us, **ours / FlashMLA's Hopper kernel** (fewer than 64 heads padded to 64, as SGLang does).
 Warm: per call of a graph of 20. Cold: one call, L2 flushed before."""
+CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `sparse_decode` with the query's norm and
+RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
+for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata."""
 SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token, medians
 over rounds in the order stock, patched, stock, patched. Spread: the larger interquartile range of the two; a ratio that
 is nearer to 1 than that says nothing. At concurrency 1 the host bounds the step."""
@@ -184,6 +217,7 @@ def results() -> str:
         "# Results", "", "Written by scripts/results.py from the CSV files under benchmark/results/h200.", "",
         *section("norm_rope_store.csv", "Store", "bench_norm_rope_store.py --layout all", STORE_TEXT, store_tables),
         *section("sparse_decode.csv", "Decode", "bench_sparse_decode.py", DECODE_TEXT, decode_tables),
+        *section("decode_chain.csv", "A layer's chain", "bench_decode_chain.py", CHAIN_TEXT, chain_tables),
         *section("combine.csv", "Combine kernel", "bench_combine.py", "Median us.", combine_table),
         *section("serving.csv", "Serving", "bench_serving.py", SERVING_TEXT, serving_table),
         *section("serving_profile.csv", "A decode step", "bench_serving.py", PROFILE_TEXT, profile_table),

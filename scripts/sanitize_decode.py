@@ -52,9 +52,10 @@ def sm90(heads: int, block_heads: int) -> None:
         dk.sparse_decode(**(given | dict(q=unaligned(problem.q))), num_splits=1, out=out)
         main_alone = dict(q=problem.q, cache=problem.main.cache, indices=problem.main.indices)  # no lengths
         dk.sparse_decode(**main_alone, page_size=problem.main.page_size, num_splits=2, backend="sm90")
-    # As planned.
-    dk.sparse_decode(**given, batch_invariant=True)
-    dk.sparse_decode(**given, q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+        for q in (problem.q, unaligned(problem.q)):
+            fused = given | dict(q=q, q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+            dk.sparse_decode(**fused, num_splits=1)
+    dk.sparse_decode(**given, batch_invariant=True)  # as planned
 
 
 def triton() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 BENCHMARKS = {
     "store": "bench_norm_rope_store.py",
     "decode": "bench_sparse_decode.py",
+    "chain": "bench_decode_chain.py",
     "serving": "bench_serving.py",
 }
 SOURCE_VARIABLE = "SGL_DSV4_SOURCE"

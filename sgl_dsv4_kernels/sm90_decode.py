@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
+from sgl_dsv4_kernels.ops.query import Prologue
 from sgl_dsv4_kernels.reference.decode import Source
 from sgl_dsv4_kernels.settings import settings
 from sgl_dsv4_kernels.split_partition import MAX_AUTO_SPLITS, MAX_PARTIAL_BYTES, SPLIT_BLOCK_KEYS
@@ -148,7 +149,13 @@ cached_plan = functools.lru_cache(maxsize=4096)(choose_plan)
 
 
 def _attention(
-    q: torch.Tensor, main: Source, extra: Source | None, softmax_scale: float, num_splits: int, batch_invariant: bool
+    q: torch.Tensor,
+    main: Source,
+    extra: Source | None,
+    softmax_scale: float,
+    num_splits: int,
+    batch_invariant: bool,
+    prologue: Prologue,
 ) -> tuple:
     """The leading arguments of both ops."""
     tail = (None, None, None) if extra is None else (extra.cache, extra.indices, extra.length)
@@ -156,7 +163,7 @@ def _attention(
     keys = main.indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
     sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
     plan = cached_plan(q.shape[0], q.shape[1], keys, sm_count, num_splits, batch_invariant)
-    return (q, main.cache, main.indices, main.length, *tail, *pages, softmax_scale, plan.block_heads)
+    return (q, main.cache, main.indices, main.length, *tail, *pages, softmax_scale, plan.block_heads, *prologue)
 
 
 def launch(
@@ -167,14 +174,16 @@ def launch(
     epilogue: tuple,
     result: tuple[torch.Tensor | None, ...],
     *,
+    prologue: Prologue = (None, None, None),
     batch_invariant: bool = False,
 ) -> None:
     """The whole decode in one launch. Shapes are checked by the caller.
 
     Args:
         epilogue: attn_sink, freqs_cis, positions, code of the output. result: out, lse, scales, amax.
+        prologue: what is done to q first.
     """
-    attention = _attention(q, main, extra, softmax_scale, 1, batch_invariant)
+    attention = _attention(q, main, extra, softmax_scale, 1, batch_invariant, prologue)
     torch.ops.sgl_dsv4_kernels.sparse_decode_sm90(*attention, *epilogue, settings.pdl, *result)
 
 
@@ -186,9 +195,10 @@ def launch_partial(
     o_accum: torch.Tensor,
     lse_accum: torch.Tensor,
     *,
+    prologue: Prologue = (None, None, None),
     fill_empty: bool = False,
     batch_invariant: bool = False,
 ) -> None:
     """Partials of every split: o_accum [S, T, h, 512], lse_accum [S, T, h]. Shapes are checked by the caller."""
-    attention = _attention(q, main, extra, softmax_scale, o_accum.shape[0], batch_invariant)
+    attention = _attention(q, main, extra, softmax_scale, o_accum.shape[0], batch_invariant, prologue)
     torch.ops.sgl_dsv4_kernels.sparse_decode_partial_sm90(*attention, fill_empty, settings.pdl, o_accum, lse_accum)

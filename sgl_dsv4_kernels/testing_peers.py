@@ -1,13 +1,15 @@
-"""Other people's sparse decodes on our problems: FlashMLA's Hopper kernel and SGLang's Triton kernel."""
+"""Other people's kernels on our problems: FlashMLA's Hopper decode, SGLang's Triton decode, and what SGLang runs before
+and after FlashMLA."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
+from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM, CacheLayout
 from sgl_dsv4_kernels.reference.decode import Source
 from sgl_dsv4_kernels.testing_decode import Problem
 
@@ -33,6 +35,37 @@ def sglang_triton() -> tuple[Any, str]:
     return flash_mla_sparse_decode_triton, ""
 
 
+class SglangSteps(NamedTuple):
+    """SGLang's own kernels around the decode of a layer."""
+
+    norm_rope: Callable[..., None]
+    """fused_q_norm_rope(q_input, q_output, eps, freqs_cis, positions)"""
+    rope_inplace: Callable[..., None]
+    """fused_rope_inplace(q, k, freqs_cis, positions, inverse)"""
+    quantise: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """sglang_per_token_group_quant_fp8(x, group_size, ...)"""
+
+
+def sglang_steps() -> tuple[SglangSteps | None, str]:
+    """SGLang's kernels and "", or None and the reason why they are not there."""
+    found = []
+    for name, modules in (
+        ("fused_q_norm_rope", ("attention.dsv4.norm_rope", "attention.dsv4.elementwise")),
+        ("fused_rope_inplace", ("attention.dsv4.norm_rope", "attention.dsv4.elementwise")),
+        ("sglang_per_token_group_quant_fp8", ("quantization.fp8_kernel",)),
+    ):
+        reason = ""
+        for module in modules:
+            try:
+                found.append(getattr(importlib.import_module(f"sglang.kernels.ops.{module}"), name))
+                break
+            except Exception as error:
+                reason = f"SGLang's {name} cannot be imported: {type(error).__name__}: {error}"
+        else:
+            return None, reason
+    return SglangSteps(*found), ""
+
+
 def cache_view(source: Source) -> torch.Tensor:
     """A V4 cache as SGLang hands it to FlashMLA: [pages, page_size, 1, 584] e4m3, whose token stride is fictitious."""
     token_bytes = CacheLayout.V4.data_bytes + CacheLayout.V4.scale_bytes
@@ -41,16 +74,23 @@ def cache_view(source: Source) -> torch.Tensor:
     return pages.as_strided(shape, stride)
 
 
-def flashmla_call(api: Any, problem: Problem) -> Peer:
+def padded_query(q: torch.Tensor) -> torch.Tensor:
+    """q [T, h, 512] as FlashMLA takes it: [T, 1, 64 or 128, 512], zeros after the last head."""
+    wide = q.new_zeros(q.shape[0], 1, 64 if q.shape[1] <= 64 else 128, HEAD_DIM)
+    wide[:, 0, : q.shape[1]] = q
+    return wide
+
+
+def flashmla_call(api: Any, problem: Problem, wide: torch.Tensor | None = None) -> Peer:
     """FlashMLA on a problem of V4 caches whose indices lie inside the cache or are -1.
 
     It takes 64 or 128 heads; fewer are padded to 64, as SGLang does. Its scheduler metadata is made at the first call.
+    ``wide``: the padded query that it reads, None = one of the problem's.
     """
     q, main, extra = problem.q, problem.main, problem.extra
     heads = q.shape[1]
-    padded = 64 if heads <= 64 else 128
-    wide = q.new_zeros(q.shape[0], 1, padded, HEAD_DIM)
-    wide[:, 0, :heads] = q
+    wide = padded_query(q) if wide is None else wide
+    padded = wide.shape[2]
     sink = problem.options.get("attn_sink")
     if sink is not None:
         sink = torch.nn.functional.pad(sink, (0, padded - heads))
@@ -92,5 +132,37 @@ def sglang_triton_call(function: Any, problem: Problem) -> Peer:
             None if extra is None else extra.indices, None if extra is None else extra.length,
         )  # fmt: skip
         return out[:, 0], lse[..., 0]
+
+    return call
+
+
+def sglang_chain_call(
+    api: Any,
+    sglang: SglangSteps,
+    problem: Problem,
+    eps: float,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    fp8: bool = False,
+) -> Callable[[], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """What SGLang 0.5.17 runs between the query's projection and wo_a.
+
+    Norm and RoPE of problem.q into the padded query, FlashMLA's split and combine kernels, inverse RoPE, and with
+    ``fp8`` the quantisation of SGLANG_OPT_FP8_WO_A_GEMM=1.
+
+    The call returns the output [T, h, 512] bf16, or e4m3 [T * G, 4096] and its scales: G groups of 8 heads.
+    """
+    freqs, positions = rope
+    tokens, heads = problem.q.shape[:2]
+    wide = padded_query(problem.q)
+    decode = flashmla_call(api, problem, wide)
+
+    def call() -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        sglang.norm_rope(problem.q, wide[:, 0, :heads], eps, freqs, positions)
+        out = decode()[0]
+        sglang.rope_inplace(out[..., NOPE_DIM:], None, freqs, positions=positions, inverse=True)
+        if not fp8:
+            return out
+        groups = out.view(tokens, heads // 8, 8 * HEAD_DIM).reshape(-1, 8 * HEAD_DIM).contiguous()
+        return sglang.quantise(groups, group_size=128, scale_ue8m0=False)
 
     return call

@@ -5,7 +5,6 @@
 #include "api/device.h"
 #include "api/epilogue_arguments.h"
 #include "common/cache_layout.h"
-#include "decode/query.h"
 
 namespace sgl_dsv4::api {
 namespace {
@@ -19,6 +18,23 @@ bool is_aligned(const Tensor& t) {
 }
 
 }  // namespace
+
+QueryPrologue make_prologue(std::optional<double> norm_eps, const OptionalTensor& freqs_cis,
+                            const OptionalTensor& positions, int64_t tokens, int32_t device) {
+  check_rope(freqs_cis, positions, tokens, device);
+  QueryPrologue prologue = {};
+  prologue.has_norm = norm_eps.has_value();
+  prologue.eps = norm_eps ? static_cast<float>(*norm_eps) : 0.0f;
+  if (!freqs_cis) return prologue;
+  const RopeTable table = rope_table(*freqs_cis, *positions);
+  prologue.freqs_cis = table.freqs_cis;
+  prologue.positions = table.positions;
+  prologue.num_freqs = table.num_freqs;
+  prologue.positions_are_int64 = table.positions_are_int64;
+  prologue.stride_freqs_position = table.stride_freqs_position;
+  prologue.stride_positions_token = table.stride_positions_token;
+  return prologue;
+}
 
 void query_norm_rope(Tensor q, std::optional<double> norm_eps, OptionalTensor freqs_cis, OptionalTensor positions,
                      bool pdl, Tensor out) {
@@ -35,9 +51,9 @@ void query_norm_rope(Tensor q, std::optional<double> norm_eps, OptionalTensor fr
   check_shape("out", out, {tokens, heads, kHeadDim});
   check_dtype("out", out, {ScalarType::BFloat16});
   check_stride("out", out, 2, 1);
-  check_rope(freqs_cis, positions, tokens, device);
 
   QueryParams params = {};
+  params.prologue = make_prologue(norm_eps, freqs_cis, positions, tokens, device);
   params.q = q.data_ptr();
   params.out = out.data_ptr();
   params.stride_q_token = q.stride(0);
@@ -46,19 +62,7 @@ void query_norm_rope(Tensor q, std::optional<double> norm_eps, OptionalTensor fr
   params.stride_out_head = out.stride(1);
   params.num_tokens = static_cast<uint32_t>(tokens);
   params.num_heads = static_cast<uint32_t>(heads);
-  params.has_norm = norm_eps.has_value();
-  params.eps = norm_eps ? static_cast<float>(*norm_eps) : 0.0f;
-  bool aligned = is_aligned(q) && is_aligned(out);
-  if (freqs_cis) {
-    const RopeTable table = rope_table(*freqs_cis, *positions);
-    params.freqs_cis = table.freqs_cis;
-    params.positions = table.positions;
-    params.num_freqs = table.num_freqs;
-    params.positions_are_int64 = table.positions_are_int64;
-    params.stride_freqs_position = table.stride_freqs_position;
-    params.stride_positions_token = table.stride_positions_token;
-    aligned = aligned && is_aligned(*freqs_cis);
-  }
+  const bool aligned = is_aligned(q) && is_aligned(out) && (!freqs_cis || is_aligned(*freqs_cis));
   if (tokens == 0 || heads == 0) return;
   const DeviceGuard guard(device);
   require_device_code(device);

@@ -5,7 +5,13 @@
 
 #include <optional>
 
+#include "decode/query.h"
+
 namespace sgl_dsv4::api {
+
+// What the caller wants done to a query of `tokens` rows: checks, and how a kernel takes it.
+QueryPrologue make_prologue(std::optional<double> norm_eps, const std::optional<torch::stable::Tensor>& freqs_cis,
+                            const std::optional<torch::stable::Tensor>& positions, int64_t tokens, int32_t device);
 
 void query_norm_rope(torch::stable::Tensor q, std::optional<double> norm_eps,
                      std::optional<torch::stable::Tensor> freqs_cis, std::optional<torch::stable::Tensor> positions,

@@ -4,6 +4,7 @@
 
 #include "api/device.h"
 #include "api/epilogue_arguments.h"
+#include "api/query.h"
 #include "common/cache_layout.h"
 #include "decode/sm90/sparse_decode.h"
 
@@ -65,7 +66,9 @@ sm90::Source make_source(bool extra, const Tensor& cache, const Tensor& indices,
 sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tensor& indices,
                                const OptionalTensor& topk_length, const OptionalTensor& extra_cache,
                                const OptionalTensor& extra_indices, const OptionalTensor& extra_topk_length,
-                               int64_t page_size, int64_t extra_page_size, double softmax_scale, int64_t block_heads) {
+                               int64_t page_size, int64_t extra_page_size, double softmax_scale, int64_t block_heads,
+                               std::optional<double> q_norm_eps, const OptionalTensor& q_freqs_cis,
+                               const OptionalTensor& q_positions) {
   const int32_t device = q.get_device_index();
   check_cuda_device("q", q, device);
   check_shape("q", q, {kAny, kAny, kHeadDim});
@@ -91,6 +94,7 @@ sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tenso
   p.q_is_aligned = is_multiple(q.data_ptr(), kVectorBytes) && q.stride(0) % 8 == 0 && q.stride(1) % 8 == 0;
   p.stride_q_token = q.stride(0);
   p.stride_q_head = q.stride(1);
+  p.query = make_prologue(q_norm_eps, q_freqs_cis, q_positions, tokens, device);
   return p;
 }
 
@@ -105,11 +109,13 @@ void launch(const char* op, const sm90::DecodeParams& p, int32_t device, bool pd
 
 void sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor topk_length, OptionalTensor extra_cache,
                         OptionalTensor extra_indices, OptionalTensor extra_topk_length, int64_t page_size,
-                        int64_t extra_page_size, double softmax_scale, int64_t block_heads, OptionalTensor attn_sink,
-                        OptionalTensor freqs_cis, OptionalTensor positions, int64_t output, bool pdl, Tensor out,
-                        Tensor lse, OptionalTensor scales, OptionalTensor amax) {
-  sm90::DecodeParams p = make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length,
-                                     page_size, extra_page_size, softmax_scale, block_heads);
+                        int64_t extra_page_size, double softmax_scale, int64_t block_heads,
+                        std::optional<double> q_norm_eps, OptionalTensor q_freqs_cis, OptionalTensor q_positions,
+                        OptionalTensor attn_sink, OptionalTensor freqs_cis, OptionalTensor positions, int64_t output,
+                        bool pdl, Tensor out, Tensor lse, OptionalTensor scales, OptionalTensor amax) {
+  sm90::DecodeParams p =
+      make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size,
+                  extra_page_size, softmax_scale, block_heads, q_norm_eps, q_freqs_cis, q_positions);
   const RowsAndHeads n = {q.size(0), q.size(1), q.get_device_index()};
   fill_epilogue(attn_sink, freqs_cis, positions, output, out, lse, scales, amax, n, &p.finish);
   launch("sparse_decode_sm90", p, n.device, pdl);
@@ -118,10 +124,12 @@ void sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor t
 void sparse_decode_partial_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor topk_length,
                                 OptionalTensor extra_cache, OptionalTensor extra_indices,
                                 OptionalTensor extra_topk_length, int64_t page_size, int64_t extra_page_size,
-                                double softmax_scale, int64_t block_heads, bool fill_empty, bool pdl, Tensor o_accum,
-                                Tensor lse_accum) {
-  sm90::DecodeParams p = make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length,
-                                     page_size, extra_page_size, softmax_scale, block_heads);
+                                double softmax_scale, int64_t block_heads, std::optional<double> q_norm_eps,
+                                OptionalTensor q_freqs_cis, OptionalTensor q_positions, bool fill_empty, bool pdl,
+                                Tensor o_accum, Tensor lse_accum) {
+  sm90::DecodeParams p =
+      make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size,
+                  extra_page_size, softmax_scale, block_heads, q_norm_eps, q_freqs_cis, q_positions);
   const int32_t device = q.get_device_index();
   check_cuda_device("o_accum", o_accum, device);
   check_shape("o_accum", o_accum, {kAny, q.size(0), q.size(1), kHeadDim});

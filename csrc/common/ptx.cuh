@@ -34,6 +34,24 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// ---- global memory ----
+
+// PTX ISA, "ld.global": `otherwise`, and no access, if not wanted. Volatile: such loads keep their order, so that
+// several are on their way before the first is waited for.
+__device__ __forceinline__ uint32_t ld_global_if(bool wanted, const void* address, uint32_t otherwise) {
+  uint32_t v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.b32 %0, %3;\n"
+      "@p ld.global.b32 %0, [%1];\n"
+      "}\n"
+      : "=&r"(v)
+      : "l"(address), "r"(static_cast<int>(wanted)), "r"(otherwise));
+  return v;
+}
+
 // ---- shared memory ----
 
 // Address in the shared window, as the instructions below take it.

@@ -1,4 +1,4 @@
-// Arithmetic of the query's RMSNorm and RoPE for a warp that has one head: bit for bit that of SGLang's
+// Loads and arithmetic of the query's RMSNorm and RoPE for a warp that has whole heads: bit for bit that of SGLang's
 // fused_q_norm_rope (0.5.12 to 0.5.23), read off its source and machine code.
 //
 // Lane l has values 8 l .. 8 l + 7 and 256 + 8 l .. 256 + 8 l + 7. It adds their squares one after the other; the
@@ -10,6 +10,8 @@
 #include <cstdint>
 
 #include "common/cache_layout.h"
+#include "common/ptx.cuh"
+#include "decode/query.h"
 #include "store/row.cuh"
 
 namespace sgl_dsv4::query {
@@ -17,7 +19,8 @@ namespace sgl_dsv4::query {
 inline constexpr int kVec = 8;  // values of a vector of 16 bytes
 inline constexpr int kVectors = kHeadDim / (32 * kVec);
 inline constexpr int kPairs = kVec / 2;
-inline constexpr int kFirstRopeLane = 32 - kRopeDim / kVec;
+inline constexpr int kRopeVectors = kRopeDim / kVec;
+inline constexpr int kFirstRopeLane = 32 - kRopeVectors;
 static_assert(kVectors == 2 && kFirstRopeLane == 24);
 
 // A lane's part of a head.
@@ -25,11 +28,67 @@ struct Values {
   Words<kPairs> vector[kVectors];  // two bf16 a word
 };
 
-// (cos, sin) of a rope lane's pairs.
+// (cos, sin) of the pairs of a vector of the rope part.
 struct Factors {
   float2 pair[kPairs];
 };
 
+// ---- loads ----
+
+// Eight bf16.
+template <bool kAligned>
+__device__ __forceinline__ Words<kPairs> load_vector(const __nv_bfloat16* from) {
+  if constexpr (kAligned) return *reinterpret_cast<const Words<kPairs>*>(from);
+  const uint16_t* bits = reinterpret_cast<const uint16_t*>(from);
+  Words<kPairs> v;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) v.word[i] = bits[2 * i] | static_cast<uint32_t>(bits[2 * i + 1]) << 16;
+  return v;
+}
+
+// A position as it lies in memory: nothing waits for its load before it is used.
+struct Position {
+  uint32_t low, high;  // high: of an int64
+
+  __device__ __forceinline__ int64_t value(const QueryPrologue& p) const {
+    const int64_t narrow = static_cast<int32_t>(low);
+    return p.positions_are_int64 ? static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low) : narrow;
+  }
+};
+
+__device__ __forceinline__ Position load_position(const QueryPrologue& p, int64_t token, bool wanted) {
+  const int64_t at = token * p.stride_positions_token * (p.positions_are_int64 ? 2 : 1);
+  const uint32_t* words = static_cast<const uint32_t*>(p.positions) + at;
+  return {ptx::ld_global_if(wanted, words, 0), ptx::ld_global_if(wanted && p.positions_are_int64, words + 1, 0)};
+}
+
+// Of the rope part's vector `vector`; NaN outside the table. kAligned: rows of the table start at multiples of 16
+// bytes, else of 8.
+template <bool kAligned>
+__device__ __forceinline__ Factors load_factors(const QueryPrologue& p, Position at, int vector) {
+  const int64_t position = at.value(p);
+  Factors factors;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) factors.pair[i] = make_float2(NAN, NAN);
+  if (position < 0 || position >= p.num_freqs) return factors;
+  const float* row = p.freqs_cis + position * p.stride_freqs_position + vector * kVec;
+#pragma unroll
+  for (int i = 0; i < kPairs; i += 2) {
+    if constexpr (kAligned) {
+      const float4 two = *reinterpret_cast<const float4*>(row + 2 * i);
+      factors.pair[i] = make_float2(two.x, two.y);
+      factors.pair[i + 1] = make_float2(two.z, two.w);
+    } else {
+      factors.pair[i] = *reinterpret_cast<const float2*>(row + 2 * i);
+      factors.pair[i + 1] = *reinterpret_cast<const float2*>(row + 2 * i + 2);
+    }
+  }
+  return factors;
+}
+
+// ---- arithmetic ----
+
+// A lane's share.
 __device__ __forceinline__ float sum_of_squares(const Values& values) {
   float sum = 0.0f;
 #pragma unroll
@@ -41,30 +100,41 @@ __device__ __forceinline__ float sum_of_squares(const Values& values) {
       sum = __fmaf_rn(x.y, x.y, sum);
     }
   }
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
   return sum;
 }
 
-// Executed by all lanes of the warp.
-__device__ __forceinline__ void normalise(Values& values, float eps) {
-  const float norm = norm_factor(sum_of_squares(values), eps);
+__device__ __forceinline__ void scale(Values& values, float factor) {
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const float2 x = unpack_bf16(values.vector[v].word[i]);
-      values.vector[v].word[i] = pack_bf16(make_float2(__fmul_rn(x.x, norm), __fmul_rn(x.y, norm)));
+      values.vector[v].word[i] = pack_bf16(make_float2(__fmul_rn(x.x, factor), __fmul_rn(x.y, factor)));
     }
   }
 }
 
-// Of a rope lane.
-__device__ __forceinline__ void rotate(Values& values, const Factors& factors) {
-  Words<kPairs>& last = values.vector[kVectors - 1];
+// Executed by all lanes of the warp. Shuffles of the heads alternate: their order in the code is the one they are
+// issued in.
+template <int kHeads>
+__device__ __forceinline__ void normalise(Values (&heads)[kHeads], float eps) {
+  float sum[kHeads];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) sum[h] = sum_of_squares(heads[h]);
+#pragma unroll
+  for (int bit = 16; bit > 0; bit /= 2) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], bit);
+  }
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) scale(heads[h], norm_factor(sum[h], eps));
+}
+
+// Of a vector of the rope part.
+__device__ __forceinline__ void rotate(Words<kPairs>& vector, const Factors& factors) {
 #pragma unroll
   for (int i = 0; i < kPairs; ++i)
-    last.word[i] = pack_bf16(sgl_dsv4::rotate(unpack_bf16(last.word[i]), factors.pair[i]));
+    vector.word[i] = pack_bf16(sgl_dsv4::rotate(unpack_bf16(vector.word[i]), factors.pair[i]));
 }
 
 }  // namespace sgl_dsv4::query

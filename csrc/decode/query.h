@@ -1,5 +1,5 @@
-// The query before the decode: RMSNorm of each head without a weight, then RoPE of its last 64 values. Parameters and
-// launcher. No torch here.
+// The query before the decode: RMSNorm of each head without a weight, then RoPE of its last 64 values. Parameters, and
+// the launcher of a kernel that does nothing else. No torch here.
 //
 // The bits are those of SGLang's fused_q_norm_rope: query.cuh has the order of operations.
 #pragma once
@@ -10,24 +10,30 @@
 
 namespace sgl_dsv4 {
 
+// What is done to the query of T tokens: norm, rotation, both or neither. Strides in elements.
+struct QueryPrologue {
+  const float*
+      freqs_cis;          // (num_freqs, 64) fp32: 32 (cos, sin) pairs a position, 8-byte aligned; nullptr = no rotation
+  const void* positions;  // (T) int32 or int64; one outside [0, num_freqs) gives NaN in the last 64 values
+  int64_t num_freqs;
+  int64_t stride_freqs_position;  // even
+  int64_t stride_positions_token;
+  float eps;
+  bool has_norm;
+  bool positions_are_int64;
+};
+
 // T = num_tokens, h = num_heads. Strides in elements; stride of the last dimension is 1.
 struct QueryParams {
-  const void* q;           // (T, h, 512) bf16
-  void* out;               // (T, h, 512) bf16; does not overlap q
-  const float* freqs_cis;  // (num_freqs, 64) fp32: 32 (cos, sin) pairs a position; nullptr = no rotation
-  const void* positions;   // (T) int32 or int64; one outside [0, num_freqs) gives NaN in the last 64 values
-  int64_t num_freqs;
+  const void* q;  // (T, h, 512) bf16
+  void* out;      // (T, h, 512) bf16; does not overlap q
+  QueryPrologue prologue;
   int64_t stride_q_token;
   int64_t stride_q_head;
   int64_t stride_out_token;
   int64_t stride_out_head;
-  int64_t stride_freqs_position;
-  int64_t stride_positions_token;
   uint32_t num_tokens;
   uint32_t num_heads;
-  float eps;
-  bool has_norm;
-  bool positions_are_int64;
 };
 
 // Enqueues on `stream` of the current device. T * h = 0 launches nothing; T * h is at most 2^31 - 1. `aligned`: q, out

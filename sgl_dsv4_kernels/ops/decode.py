@@ -7,7 +7,7 @@ import torch
 from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels.checks import check_stride, check_tensor
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
-from sgl_dsv4_kernels.ops.query import Prologue, Rope, check_prologue, check_rope, run_first
+from sgl_dsv4_kernels.ops.query import Prologue, Rope, check_prologue, check_rope
 from sgl_dsv4_kernels.reference import decode as reference
 from sgl_dsv4_kernels.reference.decode import OUTPUTS, DecodeOutput, Source
 from sgl_dsv4_kernels.reference.query import query_norm_rope
@@ -67,8 +67,8 @@ def sparse_decode(
             num_splits.
         backend: None (the fastest here), "sm90" (Hopper, layout v4), "triton" (CUDA from sm_80 on) or "torch" (the
             reference).
-        q_norm_eps, q_rope: what `query_norm_rope` does with norm_eps and rope is done to q first, in the same kernel
-            where the backend can: the output is that of the two calls.
+        q_norm_eps, q_rope: what `query_norm_rope` does with norm_eps and rope is done to q first, in the same kernel:
+            the output is that of the two calls.
         inverse_rope: (freqs_cis, positions): [P, 32] complex64 or [P, 64] fp32 (cos, sin), and [T] int32 or int64.
             Rotates the last 64 channels back. A position outside [0, P) gives NaN there; SGL_DSV4_CHECK=1 makes it a
             ValueError.
@@ -407,18 +407,16 @@ def _prepare(
     q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size, layout,
     extra_layout, prologue: Prologue, backend: str,
 ) -> tuple[torch.Tensor, Source, Source | None, Prologue, str]:  # fmt: skip
-    """The query, the caches, what is left for the backend's own kernel to do to the query, and the backend: "triton"
-    where torch.compile took a cache for aligned that is not."""
+    """The query, the caches, what is left for the backend's kernel to do to the query, and the backend: "triton" where
+    torch.compile took a cache for aligned that is not."""
     main, extra = Source(cache, indices, topk_length, page_size, CacheLayout.from_code(layout)), None
     if extra_cache is not None:
         second = CacheLayout.from_code(extra_layout)
         extra = Source(extra_cache, extra_indices, extra_topk_length, extra_page_size, second)
     if backend == "sm90" and sm90_decode.unsupported(main, extra):
         backend = "triton"
-    if backend != "triton":
-        # The reference stays torch on a GPU too: it is what the kernels are compared with.
-        q = (query_norm_rope if backend == "torch" else run_first)(q, *prologue)
-        prologue = (None, None, None)
+    if backend == "torch":
+        q, prologue = query_norm_rope(q, *prologue), (None, None, None)
     return q, main, extra, prologue, backend
 
 
@@ -449,7 +447,9 @@ def _sparse_decode_op(
     if backend == "sm90":
         epilogue = (attn_sink, freqs_cis, positions, output)
         result = (out, lse, scales, amax)
-        sm90_decode.launch(q, main, extra, softmax_scale, epilogue, result, batch_invariant=batch_invariant)
+        sm90_decode.launch(
+            q, main, extra, softmax_scale, epilogue, result, prologue=prologue, batch_invariant=batch_invariant
+        )
         return
     results = reference.sparse_decode(
         q, main, extra, softmax_scale=softmax_scale, attn_sink=attn_sink, freqs_cis=freqs_cis, positions=positions,
@@ -477,8 +477,9 @@ def _sparse_decode_partial_op(
         return
     if backend == "sm90":
         sm90_decode.launch_partial(
-            q, main, extra, softmax_scale, o_accum, lse_accum, fill_empty=fill_empty, batch_invariant=batch_invariant
-        )
+            q, main, extra, softmax_scale, o_accum, lse_accum, prologue=prologue, fill_empty=fill_empty,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         return
     results = reference.sparse_decode_partial(q, main, extra, num_splits=o_accum.shape[0], softmax_scale=softmax_scale)
     _write(results, (o_accum, lse_accum))

@@ -1,4 +1,4 @@
-"""The query's op: RMSNorm of each head and RoPE, which a decode that cannot fuse them runs first."""
+"""The query's op: RMSNorm of each head and RoPE. The decode kernels do the same as they load a query."""
 
 from __future__ import annotations
 
@@ -87,15 +87,6 @@ def check_rope(
             f"{int(positions.min())} to {int(positions.max())}"
         )
     return freqs, positions
-
-
-def run_first(q: torch.Tensor, norm_eps, freqs_cis, positions) -> torch.Tensor:
-    """The query that a decode without a prologue of its own takes; ``q`` itself if there is nothing to do."""
-    if norm_eps is None and freqs_cis is None:
-        return q
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    torch.ops.sgl_dsv4_kernels.query_norm_rope(q, norm_eps, freqs_cis, positions, settings.pdl, out)
-    return out
 
 
 def _query_norm_rope_op(q, norm_eps, freqs_cis, positions, pdl, out) -> None:

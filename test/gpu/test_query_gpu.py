@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 import sgl_dsv4_kernels as dk
+from sgl_dsv4_kernels import sm90_decode, triton_query
 from sgl_dsv4_kernels import testing_decode as td
-from sgl_dsv4_kernels import triton_query
 from sgl_dsv4_kernels.ops.decode import resolve_backend
 from sgl_dsv4_kernels.plugin.targets import BY_KEY
 from sgl_dsv4_kernels.settings import settings
@@ -246,7 +246,7 @@ def backend(request) -> str:
 @pytest.mark.parametrize("splits", [1, None])
 def test_decode_is_that_of_the_two_calls(backend, heads, tokens, splits):
     problem = td.random_problem(tokens, heads, 128, 512, rope=True, device=DEVICE)
-    q = queries(tokens, heads, seed=1).nan_to_num(nan=1.0, posinf=1.0)
+    q = finite_queries(tokens, heads, seed=1)
     pair = rope(tokens)
     given = problem.arguments() | problem.options | dict(num_splits=splits, backend=backend, return_amax=True)
     want = dk.sparse_decode(**(given | dict(q=dk.query_norm_rope(q, norm_eps=EPS, rope=pair))))
@@ -261,10 +261,40 @@ def _with_query(problem: td.Problem, q: torch.Tensor, pair) -> td.Problem:
     return td.Problem(dk.query_norm_rope(q, norm_eps=EPS, rope=pair), problem.main, problem.extra, problem.options)
 
 
+def finite_queries(tokens: int, heads: int, seed: int) -> torch.Tensor:
+    return queries(tokens, heads, seed).nan_to_num(nan=1.0, posinf=1.0)
+
+
+@pytest.mark.parametrize("block_heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("shift", [0, 1, 8])
+@pytest.mark.parametrize(("with_norm", "with_rope"), [(True, True), (True, False), (False, True)])
+def test_every_way_into_the_hopper_kernels(monkeypatch, block_heads, heads, shift, with_norm, with_rope):
+    """All heads a block, full or not; queries whose vectors of 16 bytes start anywhere. eps 0: heads that are not there
+    stay zeros."""
+    if reason := sm90_decode.missing(DEVICE):
+        pytest.skip(reason)
+    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *arguments: sm90_decode.Plan(block_heads, 1))
+    problem = td.random_problem(5, heads, 128, 64, rope=True, device=DEVICE)
+    q, (freqs, positions) = finite_queries(5, heads, seed=2), rope(5, torch.int32)
+    q[:, 0] = 1.0  # squares that vanish have no norm without an eps
+    wide = torch.full((5, heads, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)[..., shift : shift + 512]
+    wide.copy_(q)
+    eps, pair = 0.0 if with_norm else None, (freqs, positions) if with_rope else None
+    ready = dk.query_norm_rope(q, norm_eps=eps, rope=pair)
+    for splits in (1, 2):
+        given = problem.arguments() | problem.options | dict(num_splits=splits, backend="sm90")
+        want = dk.sparse_decode(**(given | dict(q=ready)))
+        got = dk.sparse_decode(**(given | dict(q=wide)), q_norm_eps=eps, q_rope=pair)
+        assert not want.out.isnan().any()
+        assert torch.equal(got.out, want.out)
+        assert torch.equal(got.lse, want.lse)
+
+
 @pytest.mark.parametrize(("with_norm", "with_rope"), [(True, False), (False, True)])
 def test_one_step_alone(backend, with_norm, with_rope):
     problem = td.random_problem(6, 16, 128, 64, device=DEVICE)
-    q, pair = queries(6, 16, seed=2)[:, :].nan_to_num(nan=1.0, posinf=1.0), rope(6)
+    q, pair = finite_queries(6, 16, seed=2), rope(6)
     eps, pair = EPS if with_norm else None, pair if with_rope else None
     given = problem.arguments() | dict(backend=backend)
     want = dk.sparse_decode(**(given | dict(q=dk.query_norm_rope(q, norm_eps=eps, rope=pair))))
@@ -272,16 +302,27 @@ def test_one_step_alone(backend, with_norm, with_rope):
     assert torch.equal(got.out, want.out)
 
 
+def test_positions_outside_of_the_table_in_the_decode(backend):
+    problem = td.random_problem(5, 64, 128, 64, lengths=[128, 128, 128, 128, 0], extra_lengths=0, device=DEVICE)
+    positions = torch.tensor([POSITIONS - 1, POSITIONS, -1, 2**40, -1], device=DEVICE)
+    given = problem.arguments() | dict(backend=backend, q_norm_eps=EPS)
+    for freqs in (rope(5)[0], rope(5)[0][:0]):
+        result = dk.sparse_decode(**given, q_rope=(freqs, positions))
+        assert bool(result.out[0].isnan().any()) == (freqs.shape[0] == 0)
+        assert result.out[1:4].isnan().all()
+        assert (result.out[4] == 0).all()  # attends to nothing
+
+
 def test_graph_of_the_fused_decode(backend):
     problem = td.random_problem(8, 64, 128, 512, rope=True, device=DEVICE)
-    q, (freqs, positions) = queries(8, 64, seed=4).nan_to_num(nan=1.0, posinf=1.0), rope(8)
+    q, (freqs, positions) = finite_queries(8, 64, seed=4), rope(8)
     given = problem.arguments() | problem.options | dict(backend=backend, q_norm_eps=EPS, q_rope=(freqs, positions))
     given["q"] = q
     dk.sparse_decode(**given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = dk.sparse_decode(**given)
-    q.copy_(queries(8, 64, seed=5).nan_to_num(nan=1.0, posinf=1.0))
+    q.copy_(finite_queries(8, 64, seed=5))
     positions.copy_((positions + 5) % POSITIONS)
     graph.replay()
     got = result.out.clone()

@@ -333,23 +333,32 @@ def test_position_outside_of_the_table_in_the_decode(backend):
     assert (result.out[2] == 0).all()  # attends to nothing
 
 
-def test_decode_backends_that_cannot_fuse_run_the_query_first(monkeypatch):
-    """What the Hopper kernel does, without a Hopper."""
+def test_the_hopper_kernels_get_the_raw_query_and_what_to_do_to_it(monkeypatch):
+    """Without a Hopper."""
     from sgl_dsv4_kernels import sm90_decode
     from sgl_dsv4_kernels.ops import decode as ops
 
     problem = td.random_problem(3, 8, 64)
     raw, pair = queries(3), rope(3)
     seen = []
+
+    def launch(q, *args, prologue, **kw):
+        seen.append((q, *prologue))
+
     monkeypatch.setattr(ops, "_usable_backend", lambda *args: "sm90")
     monkeypatch.setattr(sm90_decode, "unsupported", lambda *args: None)
-    monkeypatch.setattr(sm90_decode, "launch", lambda q, *args, **kw: seen.append(q.clone()))
-    monkeypatch.setattr(sm90_decode, "launch_partial", lambda q, *args, **kw: seen.append(q.clone()))
+    monkeypatch.setattr(sm90_decode, "launch", launch)
+    monkeypatch.setattr(sm90_decode, "launch_partial", launch)
     dk.sparse_decode(**(problem.arguments() | dict(q=raw)), q_norm_eps=EPS, q_rope=pair, num_splits=1)
     dk.sparse_decode_partial(**(problem.arguments() | dict(q=raw)), q_norm_eps=EPS, q_rope=pair, num_splits=2)
     dk.sparse_decode(**(problem.arguments() | dict(q=raw)), num_splits=1)
-    want = dk.query_norm_rope(raw, norm_eps=EPS, rope=pair)
-    assert [torch.equal(a, b) for a, b in zip(seen, (want, want, raw), strict=True)] == [True] * 3
+    assert len(seen) == 3
+    assert all(torch.equal(q, raw) for q, *_ in seen)
+    for _, eps, freqs, positions in seen[:2]:
+        assert eps == EPS
+        assert torch.equal(freqs, torch.view_as_real(pair[0]).flatten(1))
+        assert torch.equal(positions, pair[1])
+    assert seen[2][1:] == (None, None, None)
 
 
 @pytest.mark.parametrize("splits", [None, 2])

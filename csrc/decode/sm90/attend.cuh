@@ -173,12 +173,13 @@ template <int kHalf>
 __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, SharedMemory& shared) {
   const Place place = my_place();
   const bool elected = threadIdx.x % 32 == 0;
-  load_q<kTileHeads>(p, w, ptx::shared_address(shared.q));
-  if (kHalf == 1 && p.o_accum == nullptr)
-    load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) - kWarpgroupThreads, shared.sink, shared.rotation);
-  ptx::cp_async_wait();
+  const query::Factors factors = load_q<kTileHeads>(p, w, ptx::shared_address(shared.q));
+  finish_q<kTileHeads>(p, w, ptx::shared_address(shared.q), factors);
   ptx::fence_proxy_async();
   consumers_meet();
+  // Here, because this warpgroup has nothing to do until the first tile's weights are there.
+  if (kHalf == 1 && p.o_accum == nullptr)
+    load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) - kWarpgroupThreads, shared.sink, shared.rotation);
 
   Softmax softmax;
   Half o = {};

@@ -8,11 +8,14 @@
 #include <cstdint>
 
 #include "common/ptx.cuh"
+#include "decode/query.cuh"
 #include "decode/sm90/work.cuh"
 
 namespace sgl_dsv4::sm90 {
 
 inline constexpr float kUnitRange = 16.0f;
+inline constexpr int kConsumerWarps = kConsumerThreads / 32;
+inline constexpr int kQueriesAtOnce = 4;  // heads that a warp normalises together: more would spill
 
 // A thread's place in an accumulator (wgmma.cuh).
 struct Place {
@@ -29,37 +32,108 @@ __device__ __forceinline__ void consumers_meet() {
   ptx::bar_sync(kConsumersMeet, kConsumerThreads);
 }
 
-// The block's heads into shared memory at `q`, in blocks of kHeads rows, by both warpgroups: starts the copies. Heads
-// past the last become zeros.
+// ---- the query ----
+//
+// A warp has heads warp, warp + 8, ...; of each a lane copies the two vectors that query.cuh names, and normalises what
+// it copied, in place. So the warps meet only when Q is complete.
+
+using QueryVector = Words<query::kPairs>;
+
 template <int kHeads>
-__device__ __forceinline__ void load_q(const DecodeParams& p, const Work& w, uint32_t q) {
-  const uint16_t* rows =
-      static_cast<const uint16_t*>(p.q) + w.token * p.stride_q_token + w.first_head * p.stride_q_head;
-  constexpr int kVectors = kHeadDim / 8;  // of 16 bytes, a row
-  constexpr int kStep = kConsumerThreads / kVectors;
-  const int first = static_cast<int>(threadIdx.x) / kVectors;
-  const int channel = static_cast<int>(threadIdx.x) % kVectors * 8;
+__device__ __forceinline__ uint32_t q_vector(uint32_t q, int head, int vector, int lane) {
+  return q + q_offset(head, (32 * vector + lane) * query::kVec, kHeads);
+}
+__device__ __forceinline__ QueryVector ld_query(uint32_t address) {
+  const uint4 v = ptx::ld_shared(address);
+  return {{v.x, v.y, v.z, v.w}};
+}
+__device__ __forceinline__ void st_query(uint32_t address, const QueryVector& v) {
+  ptx::st_shared(address, make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
+}
+
+// Starts the copies of the block's heads into shared memory at `q`, in blocks of kHeads rows, by both warpgroups. Heads
+// past the last become zeros. Returns what finish_q() rotates by.
+template <int kHeads>
+__device__ __forceinline__ query::Factors load_q(const DecodeParams& p, const Work& w, uint32_t q) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  query::Factors factors = {};  // loaded first: behind 64 KB of Q they would come last
+  if (p.query.freqs_cis != nullptr)
+    factors = query::load_factors<false>(p.query, w.query_position, lane % query::kRopeVectors);
+  const auto* rows = static_cast<const __nv_bfloat16*>(p.q) + w.token * p.stride_q_token +
+                     w.first_head * p.stride_q_head + lane * query::kVec;
+  constexpr int kVectorStep = 32 * query::kVec;
   if (p.q_is_aligned) {
 #pragma unroll
-    for (int head = first; head < first + kHeads; head += kStep) {
+    for (int head = warp; head < warp + kHeads; head += kConsumerWarps) {
       const bool wanted = head < w.heads;
-      ptx::cp_async_16_if(wanted, q + q_offset(head, channel, kHeads),
-                          rows + (wanted ? head : 0) * p.stride_q_head + channel);
+      const auto* row = rows + (wanted ? head : 0) * p.stride_q_head;
+#pragma unroll
+      for (int v = 0; v < query::kVectors; ++v)
+        ptx::cp_async_16_if(wanted, q_vector<kHeads>(q, head, v, lane), row + v * kVectorStep);
     }
-    return;
-  }
+  } else {
 #pragma unroll 1
-  for (int head = first; head < kHeads; head += kStep) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (head < w.heads) {
-      const uint16_t* values = rows + head * p.stride_q_head + channel;
-      v.x = values[0] | static_cast<uint32_t>(values[1]) << 16;
-      v.y = values[2] | static_cast<uint32_t>(values[3]) << 16;
-      v.z = values[4] | static_cast<uint32_t>(values[5]) << 16;
-      v.w = values[6] | static_cast<uint32_t>(values[7]) << 16;
+    for (int head = warp; head < kHeads; head += kConsumerWarps) {
+#pragma unroll
+      for (int v = 0; v < query::kVectors; ++v) {
+        QueryVector x = {};
+        if (head < w.heads) x = query::load_vector<false>(rows + head * p.stride_q_head + v * kVectorStep);
+        st_query(q_vector<kHeads>(q, head, v, lane), x);
+      }
     }
-    ptx::st_shared(q + q_offset(head, channel, kHeads), v);
   }
+  return factors;
+}
+
+// kAtOnce heads of a warp in turn; zeros past the last head stay zeros.
+template <int kHeads>
+__device__ __forceinline__ void normalise_q(const DecodeParams& p, const Work& w, uint32_t q) {
+  constexpr int kEach = kHeads / kConsumerWarps;
+  constexpr int kAtOnce = kEach < kQueriesAtOnce ? kEach : kQueriesAtOnce;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int first = warp; first < w.heads; first += kAtOnce * kConsumerWarps) {
+    query::Values heads[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce * query::kVectors; ++i)
+      heads[i / query::kVectors].vector[i % query::kVectors] =
+          ld_query(q_vector<kHeads>(q, first + i / query::kVectors * kConsumerWarps, i % query::kVectors, lane));
+    query::normalise(heads, p.query.eps);
+#pragma unroll
+    for (int i = 0; i < kAtOnce * query::kVectors; ++i) {
+      const int head = first + i / query::kVectors * kConsumerWarps;
+      if (head < w.heads)
+        st_query(q_vector<kHeads>(q, head, i % query::kVectors, lane),
+                 heads[i / query::kVectors].vector[i % query::kVectors]);
+    }
+  }
+}
+
+// Four heads of a warp at once, eight lanes each.
+template <int kHeads>
+__device__ __forceinline__ void rotate_q(const Work& w, uint32_t q, const query::Factors& factors) {
+  constexpr int kStep = 32 / query::kRopeVectors * kConsumerWarps;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int first = warp + lane / query::kRopeVectors * kConsumerWarps;
+  __syncwarp();  // what the warp's other lanes have copied and normalised is in shared memory
+#pragma unroll
+  for (int head = first; head < first + kHeads; head += kStep) {
+    if (head >= w.heads) break;
+    const uint32_t at =
+        q_vector<kHeads>(q, head, query::kVectors - 1, query::kFirstRopeLane + lane % query::kRopeVectors);
+    QueryVector v = ld_query(at);
+    query::rotate(v, factors);
+    st_query(at, v);
+  }
+}
+
+// Waits for this thread's copies, then norm and rotation, where they are asked for.
+template <int kHeads>
+__device__ __forceinline__ void finish_q(const DecodeParams& p, const Work& w, uint32_t q,
+                                         const query::Factors& factors) {
+  ptx::cp_async_wait();
+  if (p.query.has_norm) normalise_q<kHeads>(p, w, q);
+  if (p.query.freqs_cis != nullptr) rotate_q<kHeads>(w, q, factors);
 }
 
 }  // namespace sgl_dsv4::sm90

@@ -187,13 +187,14 @@ struct FewHeads {
   __device__ __forceinline__ static void attend(const DecodeParams& p, const Work& w, Shared& shared) {
     const Place place = my_place();
     const bool elected = threadIdx.x % 32 == 0;
-    load_q<kHeads>(p, w, ptx::shared_address(shared.q));
+    const query::Factors factors = load_q<kHeads>(p, w, ptx::shared_address(shared.q));
+    finish_q<kHeads>(p, w, ptx::shared_address(shared.q), factors);
+    ptx::fence_proxy_async();
+    consumers_meet();
+    // Here, because this warpgroup has nothing to do until the first tile's weights are there.
     if (kHalf == 1 && p.o_accum == nullptr)
       load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) - kWarpgroupThreads, shared.sink,
                            shared.rotation);
-    ptx::cp_async_wait();
-    ptx::fence_proxy_async();
-    consumers_meet();
 
     Softmax softmax;
     float o[kBlocks][kRegs] = {};

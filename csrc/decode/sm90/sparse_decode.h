@@ -7,6 +7,7 @@
 
 #include "common/divisor.h"
 #include "decode/decode.h"
+#include "decode/query.h"
 
 namespace sgl_dsv4::sm90 {
 
@@ -24,8 +25,9 @@ struct Source {
 };
 
 struct DecodeParams {
-  const void* q;     // [T, h, 512] bf16, last stride 1
-  Source source[2];  // main, extra; without an extra cache its width is 0
+  const void* q;        // [T, h, 512] bf16, last stride 1
+  QueryPrologue query;  // what is done to q first
+  Source source[2];     // main, extra; without an extra cache its width is 0
   float* o_accum;    // [S, T, h, 512], last stride 1, the others multiples of 4, 16-byte aligned; nullptr: see finish
   float* lse_accum;  // [S, T, h]
   float scale_log2;  // softmax_scale * log2(e)

@@ -1,6 +1,7 @@
 // Which part of the problem a block has, and the roles of its warpgroups.
 #pragma once
 
+#include "decode/query.cuh"
 #include "decode/sm90/shared_memory.h"
 #include "decode/sm90/sparse_decode.h"
 
@@ -34,10 +35,11 @@ struct Part {
   int heads;  // at least 1
 };
 
-// The same, and its tiles.
+// The same, its tiles, and the row's position, if its query is rotated.
 struct Work : Part {
   RowBlocks row;
   BlockRange range;
+  query::Position query_position;
 };
 
 // Volatile: asked for again at the end of the kernel, so that no role keeps the answer in registers.
@@ -66,15 +68,18 @@ __device__ __forceinline__ BlockRange my_tiles(const DecodeParams& p, const RowB
   return split_range(row.blocks, split, p.num_splits, each);
 }
 
-__device__ __forceinline__ int row_length(const Source& source, int64_t token) {
-  return source.length == nullptr ? source.width : source.length[token * source.stride_length];
+__device__ __forceinline__ int load_length(const Source& source, int64_t token) {
+  return static_cast<int>(ptx::ld_global_if(source.length != nullptr, source.length + token * source.stride_length,
+                                            static_cast<uint32_t>(source.width)));
 }
 
 __device__ __forceinline__ Work my_work(const DecodeParams& p, const Part& part) {
   Work w;
   static_cast<Part&>(w) = part;
-  const int length = row_length(p.source[0], w.token);
-  const int extra_length = p.source[1].width > 0 ? row_length(p.source[1], w.token) : 0;
+  // All loads before the first is waited for.
+  const int length = load_length(p.source[0], w.token);
+  const int extra_length = load_length(p.source[1], w.token);
+  w.query_position = query::load_position(p.query, w.token, p.query.freqs_cis != nullptr);
   w.row = row_blocks(length, p.source[0].width, extra_length, p.source[1].width);
   w.range = my_tiles(p, w.row, w.split);
   return w;

@@ -1,0 +1,140 @@
+"""Time of a layer's attention between the query's projection and wo_a: SGLang's kernels, and ours in one call.
+
+    python benchmark/bench_decode_chain.py --csv decode_chain.csv --plot decode_chain.png
+    python benchmark/bench_decode_chain.py --b 1 16 --heads 64 --output bf16
+
+stock: SGLang's fused_q_norm_rope, FlashMLA's split and combine kernels, SGLang's fused_rope_inplace(inverse=True), and
+before an FP8 wo_a its quantisation by groups of 128. Fewer than 64 heads are padded to 64, as SGLang does. FlashMLA's
+scheduler metadata, three launches of 25 us a step, is prepared outside.
+ours: one sparse_decode with q_norm_eps, q_rope, inverse_rope and output.
+
+Problems as in bench_sparse_decode.py. Warm: per call of a CUDA graph of 20 (benchmark/common.py). Where SGLang or
+FlashMLA is missing, stock has no column. The outputs of the two are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_problem, random_cache
+from common import COLOURS, Call, Progress, log2_axis, new_figure, run_facts, warm_medians, write_csv
+
+import sgl_dsv4_kernels as dk
+from sgl_dsv4_kernels.testing_decode import Problem, random_freqs, relative_error
+from sgl_dsv4_kernels.testing_peers import flashmla, sglang_chain_call, sglang_steps
+
+EPS = 1e-6
+POSITIONS = 65536
+MOST_DIFFERENCE = 0.005
+"""Of the two bf16 outputs, relative: each is about 0.002 off fp64, and the stock chain rounds once more."""
+OUTPUTS = ("bf16", "fp8_group128")
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+def our_call(problem: Problem, rope: Rope, output: str) -> Call:
+    keywords = problem.arguments() | problem.options
+    return lambda: dk.sparse_decode(**keywords, q_norm_eps=EPS, q_rope=rope, inverse_rope=rope, output=output)
+
+
+def make_calls(problem: Problem, rope: Rope, output: str, peers: tuple | None) -> dict[str, Call]:
+    """The contenders of one shape. peers: FlashMLA's module and SGLang's kernels."""
+    calls = {"ours": our_call(problem, rope, output)}
+    if peers:
+        calls["stock"] = sglang_chain_call(*peers, problem, EPS, rope, output != "bf16")
+    return calls
+
+
+def check_peers(problem: Problem, rope: Rope, peers: tuple) -> None:
+    """Exits if the two chains do not compute the same."""
+    calls = make_calls(problem, rope, "bf16", peers)
+    difference = relative_error(calls["ours"]().out, calls["stock"]().double())
+    if not difference <= MOST_DIFFERENCE:
+        sys.exit(f"bench_decode_chain.py: the outputs of the two chains differ by {difference:.4f}")
+
+
+def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
+    """Time against b, a panel per head count; dashed: FP8 output."""
+    heads = list(dict.fromkeys(row["heads"] for row in rows))
+    figure = new_figure(figsize=(3.6 * len(heads), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(heads), squeeze=False, sharey=True)[0]
+    for axis, h in zip(axes, heads, strict=True):
+        mine = [row for row in rows if row["heads"] == h and row["extra"] == rows[0]["extra"]]
+        for output, style in zip(OUTPUTS, ("-o", "--"), strict=True):
+            for name, colour in (("ours", COLOURS["auto"]), ("stock", COLOURS["stock"])):
+                xy = [(r["b"], float(r[f"{name}_us"])) for r in mine if r["output"] == output and r.get(f"{name}_us")]
+                if xy:
+                    axis.plot(*zip(*xy, strict=True), style, color=colour, label=f"{name}, {output}")
+        axis.set_yscale("log")
+        axis.set_title(f"{h} heads", loc="left")
+        axis.set_xlabel("rows")
+        log2_axis(axis, sorted({row["b"] for row in mine}))
+    axes[0].set_ylabel("time a layer, us")
+    axes[0].legend()
+    figure.suptitle("from projection to wo_a: {gpu}, torch {torch}, commit {commit}".format(**facts), fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--b", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 96, 128, 256], help="rows")
+    parser.add_argument("--heads", type=int, nargs="+", default=[64, 8, 16])
+    parser.add_argument("--topk", type=int, default=128, help="keys of the first cache")
+    parser.add_argument("--extra", type=int, nargs="+", default=[512], help="keys of the second cache, 0 for none")
+    parser.add_argument("--output", nargs="+", choices=OUTPUTS, default=list(OUTPUTS))
+    parser.add_argument("--tokens", type=int, default=200_000, help="of each cache")
+    parser.add_argument("--iters", type=int, default=15, help="replays of a graph")
+    parser.add_argument("--csv", type=Path, metavar="PATH")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="PNG")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    if not torch.cuda.is_available():
+        print("bench_decode_chain.py: needs a CUDA device", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    facts = run_facts()
+    found = flashmla(), sglang_steps()
+    missing = [reason for part, reason in found if part is None]
+    peers = None if missing else tuple(part for part, _ in found)
+    for reason in missing:
+        print(f"# no column stock: {reason}")
+    names = ["ours", *(["stock"] if peers else [])]
+    print(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}")
+    head = "".join(f"{name:>9}" for name in names)
+    print(f"# us, warm\n{'heads':>5} {'keys':>10} {'b':>4} {'output':>12}{head}  stock/ours")
+    caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
+    freqs = random_freqs(POSITIONS, torch.device("cuda"))
+    progress = Progress(len(args.heads) * len(args.extra) * len(args.b))
+    rows = []
+    for heads in args.heads:
+        for extra in args.extra:
+            for b in args.b:
+                progress.step(f"{heads} heads, {args.topk} + {extra} keys, b={b}")
+                problem = make_problem(caches, b, heads, args.topk, extra)
+                rope = freqs, torch.randint(0, POSITIONS, (b,), device="cuda")
+                if peers:
+                    check_peers(problem, rope, peers)
+                for output in args.output:
+                    times = warm_medians(make_calls(problem, rope, output, peers), args.iters)
+                    row = {"heads": heads, "topk": args.topk, "extra": extra, "b": b, "output": output}
+                    row |= {f"{name}_us": f"{times[name]:.2f}" for name in names}
+                    rows.append(row | facts)
+                    cells = "".join(f"{times[name]:9.2f}" for name in names)
+                    ratio = f"{times['stock'] / times['ours']:10.2f}" if peers else f"{'-':>10}"
+                    print(f"{heads:5} {args.topk:4} +{extra:4} {b:4} {output:>12}{cells}  {ratio}", flush=True)
+    if args.csv:
+        write_csv(args.csv, rows)
+    if args.plot:
+        plot(args.plot, rows, facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
