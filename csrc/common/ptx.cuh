@@ -23,6 +23,12 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- registers ----
 
+// A value that is computed before this point of the program, not where it is used.
+template <typename T>
+__device__ __forceinline__ void keep(T*& value) {
+  asm volatile("" : "+l"(value));
+}
+
 // PTX ISA, "setmaxnreg" (sm_90a): moves the register limit of this warp; every warp of a warpgroup executes it, and the
 // sum over the block's warps must not exceed what the block was launched with, or the increase waits for ever.
 template <int kRegisters>

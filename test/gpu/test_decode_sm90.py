@@ -77,6 +77,18 @@ def test_whole_tiles_of_holes(block_heads, tiles):
             check(decode(problem, num_splits=splits), want, (holes, splits))
 
 
+@pytest.mark.parametrize("splits", [1, 3, 10])
+def test_lengths_that_were_not_guessed(block_heads, splits):
+    """Blocks read the first row of a full list before they know the lengths: other rows, fewer, other lists, none.
+
+    What lies behind a length is NaN or out of range, so nothing of it may be left.
+    """
+    lengths = [128, 127, 64, 63, 1, 0, 0, 128, 128, 65, -5, 0]
+    extra_lengths = [512, 512, 512, 500, 512, 512, 1, 0, 1, 448, 600, 0]
+    problem = td.random_problem(12, 64, 128, 512, device=DEVICE, lengths=lengths, extra_lengths=extra_lengths, seed=7)
+    check(decode(problem, num_splits=splits), td.truth(problem), splits)
+
+
 def test_long_rows(block_heads):
     """LSE of many tiles without a split: a factor a tile is multiplied into the sum."""
     problem = td.random_problem(2, 64, 64, 8256, device=DEVICE, lengths=64, extra_lengths=8256, seed=3)

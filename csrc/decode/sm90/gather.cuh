@@ -72,18 +72,18 @@ __device__ __forceinline__ int load_slot(const DecodeParams& p, const Work& w, i
   return at < keys.end ? source.indices[w.token * source.stride_indices + at] : -1;
 }
 
-// The indices of a thread's key in the block's first two tiles, if all lengths are full: loaded beside the lengths
-// instead of after them. Nothing depends on an entry past the length.
+// A thread's key in the block's first two tiles if all lengths are full. Which rows these are is asked for beside the
+// lengths, and the first one is read, before the lengths are known; it is not attended to if they say otherwise.
 struct Guess {
   KeyBlock keys[2];
-  int slot[2];
+  const int32_t* at[2];  // where the indices lie; nullptr: there is no such key
 };
 
 __device__ __forceinline__ int gather_key() {
   return (static_cast<int>(threadIdx.x) - kConsumerThreads) / kLanesPerKey;
 }
 
-__device__ __forceinline__ Guess guess_slots(const DecodeParams& p, const Part& part) {
+__device__ __forceinline__ Guess guess_keys(const DecodeParams& p, const Part& part) {
   const int width = p.source[0].width, extra_width = p.source[1].width;
   const RowBlocks row = row_blocks(width, width, extra_width, extra_width);
   const BlockRange range = my_tiles(p, row, part.split);
@@ -91,26 +91,25 @@ __device__ __forceinline__ Guess guess_slots(const DecodeParams& p, const Part& 
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     guess.keys[i] = key_block(row, range.begin + i);
-    guess.slot[i] = -1;
     const int at = guess.keys[i].begin + gather_key();
     const Source& source = p.source[guess.keys[i].extra];
-    if (range.begin + i < range.end && at < guess.keys[i].end)
-      guess.slot[i] = source.indices[part.token * source.stride_indices + at];
+    const bool any = range.begin + i < range.end && at < guess.keys[i].end;
+    guess.at[i] = any ? source.indices + part.token * source.stride_indices + at : nullptr;
   }
   return guess;
 }
 
-// Index of key `key` of the block's first (i = 0) or second tile.
-__device__ __forceinline__ int first_slot(const DecodeParams& p, const Work& w, const Guess& guess, int i, int key) {
+// Index of key `key` of the block's first (i = 0) or second tile; `guessed`: what lies where the guess said.
+__device__ __forceinline__ int first_slot(const DecodeParams& p, const Work& w, const Guess& guess, int i, int guessed,
+                                          int key) {
   const int tile = w.range.begin + i;
   if (tile >= w.range.end) return -1;
   const KeyBlock keys = key_block(w.row, tile);
   if (keys.extra != guess.keys[i].extra || keys.begin != guess.keys[i].begin) return load_slot(p, w, tile, key);
-  return keys.begin + key < keys.end ? guess.slot[i] : -1;
+  return keys.begin + key < keys.end ? guessed : -1;
 }
 
-__device__ __forceinline__ Row locate(const DecodeParams& p, const Work& w, int tile, int slot) {
-  const Source& source = p.source[tile >= w.row.main_blocks];
+__device__ __forceinline__ Row locate(const Source& source, int slot) {
   const bool attended = static_cast<uint32_t>(slot) < source.num_slots;
   const uint32_t page = divide(static_cast<uint32_t>(slot), source.page_size);
   const uint32_t place = static_cast<uint32_t>(slot) - page * static_cast<uint32_t>(source.page_size.divisor);
@@ -129,8 +128,14 @@ __device__ __forceinline__ void multiply_shared(uint32_t address, uint32_t facto
   ptx::st_shared(address, times(v, factor));
 }
 
+// Returns whether the block has keys.
 template <typename Shared>
-__device__ __forceinline__ void gather(const DecodeParams& p, const Work& w, const Guess& guess, Shared& shared) {
+__device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block, const Lengths& lengths_at,
+                                       const Guess& guess, Shared& shared) {
+  const int first_guessed = ld_int(guess.at[0]);
+  const RowLengths lengths = load(lengths_at);
+  const int second_guessed = ld_int(guess.at[1]);
+
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = (static_cast<int>(threadIdx.x) - kConsumerThreads) / 32;
   const int part = lane % kLanesPerKey;
@@ -152,21 +157,35 @@ __device__ __forceinline__ void gather(const DecodeParams& p, const Work& w, con
     return ld_row_if(row.attended, row.data + rope_in_row + half * rope_step);
   };
 
-  // First tile.
-  int next_slot = first_slot(p, w, guess, 1, key);
-  const Row first = locate(p, w, w.range.begin, first_slot(p, w, guess, 0, key));
-  bool attended = first.attended;
-  uint2 scales = ld_scales_if(attended, first.scales);
+  // First tile: as guessed, then as the lengths say.
+  const int guessed[2] = {guess.at[0] != nullptr ? first_guessed : -1, guess.at[1] != nullptr ? second_guessed : -1};
   uint4 raw[kChunks];
+  uint2 scales;
+  const auto load_row = [&](const Row& row) {
+    scales = ld_scales_if(row.attended, row.scales);
 #pragma unroll
-  for (int j = 0; j < kNumScales; ++j) raw[j] = ld_row_if(attended, first.data + in_row + j * kChunkBytes);
-  raw[7] = load_rope(first, 0);
-  raw[8] = load_rope(first, 1);
+    for (int j = 0; j < kNumScales; ++j) raw[j] = ld_row_if(row.attended, row.data + in_row + j * kChunkBytes);
+    raw[7] = load_rope(row, 0);
+    raw[8] = load_rope(row, 1);
+  };
+  const Row likely = locate(p.source[guess.keys[0].extra], guessed[0]);
+  load_row(likely);
+  const Work w = my_work(p, block, lengths_at, lengths);
+  if (w.range.empty()) return false;
+  const int slot = first_slot(p, w, guess, 0, guessed[0], key);
+  const bool extra = w.range.begin >= w.row.main_blocks;
+  bool attended = likely.attended;
+  if (slot != guessed[0] || extra != guess.keys[0].extra) {
+    const Row row = locate(p.source[extra], slot);
+    attended = row.attended;
+    load_row(row);
+  }
+  int next_slot = first_slot(p, w, guess, 1, guessed[1], key);
 
   int stage = 0;
   uint32_t phase = 0;
   for (int tile = w.range.begin; tile < w.range.end; ++tile) {
-    const Row next = locate(p, w, tile + 1, next_slot);
+    const Row next = locate(p.source[tile + 1 >= w.row.main_blocks], next_slot);
     next_slot = load_slot(p, w, tile + 2, key);
     const uint2 now = scales;
     ptx::mbarrier_wait(ptx::shared_address(&shared.empty[stage]), phase ^ 1);
@@ -212,6 +231,7 @@ __device__ __forceinline__ void gather(const DecodeParams& p, const Work& w, con
     stage ^= 1;
     phase ^= stage == 0;
   }
+  return true;
 }
 
 }  // namespace sgl_dsv4::sm90

@@ -40,9 +40,16 @@ namespace {
 
 // ---- what both kernels do before and after their roles ----
 
-// Barriers, then the previous kernel's end, then which tiles to attend to.
+// What a block knows before it may read anything.
+struct Start {
+  Part part;
+  Lengths lengths;
+  Guess guess;  // of the gathering warps
+};
+
+// Barriers and addresses, then the previous kernel's end.
 template <typename Shared>
-__device__ __forceinline__ Work begin(const DecodeParams& p, int block_heads, Shared& shared, Guess& guess) {
+__device__ __forceinline__ Start begin(const DecodeParams& p, int block_heads, Shared& shared) {
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -51,18 +58,30 @@ __device__ __forceinline__ Work begin(const DecodeParams& p, int block_heads, Sh
     }
     ptx::mbarrier_init_fence();
   }
+  Start start;
+  start.part = my_part(p, block_heads);
+  start.lengths = find_lengths(p, start.part);
+  if (threadIdx.x >= kConsumerThreads) {
+    start.guess = guess_keys(p, start.part);
+    for (const int32_t*& at : start.guess.at) ptx::keep(at);
+  }
+  for (const int32_t*& at : start.lengths.at) ptx::keep(at);
   __syncthreads();
   ptx::griddepcontrol_wait();
-  const Part part = my_part(p, block_heads);
-  if (threadIdx.x >= kConsumerThreads) guess = guess_slots(p, part);
-  return my_work(p, part);
+  return start;
 }
 
+// By all warps. `any`: the block has keys.
 template <typename Shared>
-__device__ __forceinline__ void write_results(const DecodeParams& p, int block_heads, int pitch, const Shared& shared) {
-  __syncthreads();
+__device__ __forceinline__ void write_results(const DecodeParams& p, bool any, int block_heads, int pitch,
+                                              const Shared& shared) {
   const Part part = my_part(p, block_heads);
   const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (!any) {
+    write_empty(p, part, warp, kThreads / 32);
+    return;
+  }
+  __syncthreads();
   const float* results = reinterpret_cast<const float*>(shared.keys);
   if (p.o_accum != nullptr) {
     write_partials(p, part, results, pitch, shared.unit, shared.total, warp, kThreads / 32);
@@ -81,26 +100,26 @@ __device__ __forceinline__ int my_warpgroup() {
 __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(shared_bytes);
-  Guess guess;
-  const Work w = begin(p, kTileHeads, shared, guess);
-  if (w.range.empty()) {
-    write_empty(p, w, static_cast<int>(threadIdx.x) / 32, kThreads / 32);
-    return;
-  }
+  const Start start = begin(p, kTileHeads, shared);
   const int warpgroup = my_warpgroup();
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_inc<kScoreRegisters>();
-    attend<0>(p, w, shared);
+  bool any;
+  if (warpgroup >= 2) {
     ptx::setmaxnreg_dec<kGatherRegisters>();
-  } else if (warpgroup == 1) {
-    ptx::setmaxnreg_inc<kValueRegisters>();
-    attend<1>(p, w, shared);
+    any = gather(p, start.part, start.lengths, start.guess, shared);
+  } else if (warpgroup == 0) {
+    ptx::setmaxnreg_inc<kScoreRegisters>();
+    const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
+    any = !w.range.empty();
+    if (any) attend<0>(p, w, shared);
     ptx::setmaxnreg_dec<kGatherRegisters>();
   } else {
+    ptx::setmaxnreg_inc<kValueRegisters>();
+    const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
+    any = !w.range.empty();
+    if (any) attend<1>(p, w, shared);
     ptx::setmaxnreg_dec<kGatherRegisters>();
-    gather(p, w, guess, shared);
   }
-  write_results(p, kTileHeads, kResultPitch, shared);
+  write_results(p, any, kTileHeads, kResultPitch, shared);
 }
 
 // ---- 8, 16 or 32 heads a block ----
@@ -109,25 +128,25 @@ template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1) few_heads_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<FewHeadsSharedMemory<kHeads>*>(shared_bytes);
-  Guess guess;
-  const Work w = begin(p, kHeads, shared, guess);
-  if (w.range.empty()) {
-    write_empty(p, w, static_cast<int>(threadIdx.x) / 32, kThreads / 32);
-    return;
-  }
+  const Start start = begin(p, kHeads, shared);
   const int warpgroup = my_warpgroup();
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_inc<kFewScoreRegisters>();
-    FewHeads<kHeads>::template attend<0>(p, w, shared);
+  bool any;
+  if (warpgroup >= 2) {
     ptx::setmaxnreg_dec<kFewGatherRegisters>();
-  } else if (warpgroup == 1) {
-    FewHeads<kHeads>::template attend<1>(p, w, shared);
+    any = gather(p, start.part, start.lengths, start.guess, shared);
+  } else if (warpgroup == 0) {
+    ptx::setmaxnreg_inc<kFewScoreRegisters>();
+    const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
+    any = !w.range.empty();
+    if (any) FewHeads<kHeads>::template attend<0>(p, w, shared);
     ptx::setmaxnreg_dec<kFewGatherRegisters>();
   } else {
+    const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
+    any = !w.range.empty();
+    if (any) FewHeads<kHeads>::template attend<1>(p, w, shared);
     ptx::setmaxnreg_dec<kFewGatherRegisters>();
-    gather(p, w, guess, shared);
   }
-  write_results(p, kHeads, kFewResultPitch, shared);
+  write_results(p, any, kHeads, kFewResultPitch, shared);
 }
 
 // ---- host ----

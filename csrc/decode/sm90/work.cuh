@@ -68,19 +68,47 @@ __device__ __forceinline__ BlockRange my_tiles(const DecodeParams& p, const RowB
   return split_range(row.blocks, split, p.num_splits, each);
 }
 
-__device__ __forceinline__ int load_length(const Source& source, int64_t token) {
-  return static_cast<int>(ptx::ld_global_if(source.length != nullptr, source.length + token * source.stride_length,
-                                            static_cast<uint32_t>(source.width)));
+// ---- the first loads ----
+
+// 0, and no access, if there is no address.
+__device__ __forceinline__ int ld_int(const int32_t* address) {
+  return static_cast<int>(ptx::ld_global_if(address != nullptr, address, 0));
 }
 
-__device__ __forceinline__ Work my_work(const DecodeParams& p, const Part& part) {
+// Where a row's lengths lie; nullptr: the width counts.
+struct Lengths {
+  const int32_t* at[2];
+};
+
+__device__ __forceinline__ Lengths find_lengths(const DecodeParams& p, const Part& part) {
+  Lengths lengths;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const Source& source = p.source[i];
+    const bool any = source.length != nullptr && source.width > 0;
+    lengths.at[i] = any ? source.length + part.token * source.stride_length : nullptr;
+  }
+  return lengths;
+}
+
+struct RowLengths {
+  int main, extra;
+};
+
+// Both are on their way before one is looked at.
+__device__ __forceinline__ RowLengths load(const Lengths& lengths) {
+  const int main = ld_int(lengths.at[0]);
+  return {main, ld_int(lengths.at[1])};
+}
+
+__device__ __forceinline__ Work my_work(const DecodeParams& p, const Part& part, const Lengths& at,
+                                        const RowLengths& lengths) {
   Work w;
   static_cast<Part&>(w) = part;
-  // All loads before the first is waited for.
-  const int length = load_length(p.source[0], w.token);
-  const int extra_length = load_length(p.source[1], w.token);
-  w.query_position = query::load_position(p.query, w.token, p.query.freqs_cis != nullptr);
-  w.row = row_blocks(length, p.source[0].width, extra_length, p.source[1].width);
+  w.query_position = query::load_position(p.query, w.token, p.query.freqs_cis != nullptr);  // beside the lengths
+  const int width = p.source[0].width, extra_width = p.source[1].width;
+  w.row = row_blocks(at.at[0] != nullptr ? lengths.main : width, width,
+                     at.at[1] != nullptr ? lengths.extra : extra_width, extra_width);
   w.range = my_tiles(p, w.row, w.split);
   return w;
 }
