@@ -14,8 +14,8 @@ prompts that lie in the prefix cache:
 - TTFT (--ttft): time to the first streamed token of prompts that are new to the cache, median over requests.
 
 Then a profile of decode steps by kernel group (--profile), in NAME_profile.csv beside the CSV; it needs servers on this
-machine. "replaced" there is the sum of this package's kernels and those that it can replace (q norm and RoPE only with
-SGL_DSV4_KERNELS=all,fused); with tensor parallelism all is rank 0's.
+machine. "replaced" there is the sum of this package's kernels and those that it can replace (q norm and RoPE unless
+SGL_DSV4_KERNELS leaves "fused" out); with tensor parallelism all is rank 0's.
 
 Both servers must allow max(concurrency) requests of CTX + GEN + 600 tokens at once (--max-running-requests,
 --cuda-graph-max-bs-decode, --max-total-tokens), and a server profiles its memory while the other one fills the GPU: set

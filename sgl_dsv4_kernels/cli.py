@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--dsv4-kernels",
-        choices=("off", "store", "decode", "all", "decode,fused", "all,fused"),
+        choices=("off", "store", "decode", "store,decode", "decode,fused", "all"),
         help="SGL_DSV4_KERNELS (default: all)",
     )
     serve.add_argument("--dsv4-verify", action="store_true", help="SGL_DSV4_VERIFY=1, without CUDA graphs: slow")

@@ -104,8 +104,6 @@ def _hooks(options: Options) -> Iterator[Check]:
     plugin.check_bindings()
     for target in TARGETS:
         name = f"hook {target.label}"
-        if target.part == "fused" and not options.wants("fused"):
-            continue  # an option, whose absence is no lack
         if not options.wants(target.part):
             yield Check(name, ABSENT, f"SGL_DSV4_KERNELS={options.kernels}")
         elif target.key in plugin.problems:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-KERNELS = ("off", "store", "decode", "all", "decode,fused", "all,fused")
-"""``fused``: the decode also normalises and rotates the query. It goes with the decode only."""
+KERNELS = ("off", "store", "decode", "store,decode", "decode,fused", "all")
+"""``fused``: the decode also normalises and rotates the query. ``all``: store, decode and that."""
 
 
 def _flag(environment: Mapping[str, str], name: str) -> bool:
@@ -53,4 +53,4 @@ class Options:
     def wants(self, part: str) -> bool:
         """Whether hooks of ``part`` ("store", "decode" or "fused") are wanted."""
         words = self.kernels.split(",")
-        return part in words or (part != "fused" and "all" in words)
+        return part in words or "all" in words

@@ -305,9 +305,9 @@ def test_one_server_at_a_time_with_tensor_parallelism():
 
 
 def test_check_of_other_kernels():
-    args = check_serving.parse(["--model", "x", "--kernels", "all,fused"])
+    args = check_serving.parse(["--model", "x", "--kernels", "store,decode"])
     kernels = [check_serving.environment(name, args).get("SGL_DSV4_KERNELS") for name in check_serving.VARIANTS]
-    assert kernels == [None, "off", "store", "all,fused", "all,fused"]
+    assert kernels == [None, "off", "store", "store,decode", "store,decode"]
 
 
 def test_check_refuses_models_of_one_name():

@@ -93,7 +93,7 @@ def sglang(tmp_path, monkeypatch):
         yield fake
 
 
-HOOKS = ("A1", "A2", "B1", "B2", "B3", "B4")
+HOOKS = ("A1", "A2", "B1", "B2", "B3", "B4", "B5")
 
 
 def hooks(checks) -> dict[str, str]:

@@ -121,4 +121,4 @@ def test_inside_a_capture_nothing_is_compared(sglang, tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_require_eager", refuse)
     world.step()
     assert sglang.stock_calls == ["A2", "A1", "A1", *["B2", "B3"] * 3]
-    assert len(state.current().ledger.fallbacks) == 3
+    assert len(state.current().ledger.fallbacks) == 4  # A1, A2, B2, B5

@@ -48,7 +48,10 @@ def test_step(version, registry, heads, tmp_path):
         assert set(plugin.problems) == ({"A1"} if version == "0.5.12" else set())
         assert plugin.fuses_inverse_rope
         served = {label.split()[0]: count for label, count in plugin.ledger.served.items()}
-        assert served == {"A2": 1, "B2": 3, "B3": 3} | ({} if version == "0.5.12" else {"A1": 2})
+        want = {"A2": 1, "B2": 3, "B3": 3} | ({} if version == "0.5.12" else {"A1": 2})
+        if heads == 64 or version not in ("0.5.12", "0.5.13"):  # those have a rank's heads between padded ones
+            want["B5"] = 2  # the first decode comes before it
+        assert served == want
         assert not plugin.ledger.fallbacks, plugin.ledger.as_dict()
     for ratio in expected:
         assert nan_equal(ours.caches[ratio], stock.caches[ratio]), ratio

@@ -26,7 +26,7 @@ def sglang(tmp_path):
 
 def start(fake: FakeSGLang, *, warm: bool = True, world: dict | None = None, **options) -> World:
     """The plugin with "fused"; ``warm``: a decode of ours has been served."""
-    install.install(Options(**({"kernels": "all,fused"} | options)))
+    install.install(Options(**({"kernels": "all"} | options)))
     fake.apply_hooks()
     here = World(fake, **(world or {}))
     if warm:
@@ -80,7 +80,7 @@ def test_deferred(version, heads, mode, tmp_path):
 def test_the_bits_are_those_without_fused(version, tmp_path):
     """The query is the same bit for bit, and so is all that follows."""
     outputs = []
-    for kernels in ("all", "all,fused"):
+    for kernels in ("store,decode", "all"):
         folder = tmp_path / kernels.replace(",", "_")
         folder.mkdir()
         with imported(version, folder) as fake:
@@ -89,11 +89,11 @@ def test_the_bits_are_those_without_fused(version, tmp_path):
             world = World(fake, heads=64)
             world.attend(0)
             outputs.append([world.attend(ratio) for ratio in RATIOS])
-            assert len(fake.stock_queries) == (4 if kernels == "all" else 1)
+            assert len(fake.stock_queries) == (1 if kernels == "all" else 4)
     assert all(nan_equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
-@pytest.mark.parametrize("kernels", ["off", "store", "decode", "all"])
+@pytest.mark.parametrize("kernels", ["off", "store", "decode", "store,decode"])
 def test_off_unless_asked_for(sglang, kernels):
     install.install(Options(kernels=kernels))
     sglang.apply_hooks()
@@ -110,9 +110,10 @@ def test_without_the_stores(sglang):
 
 
 def test_options():
-    assert Options(kernels="all,fused").wants("store")
+    assert Options(kernels="all").wants("store")
     assert not Options(kernels="decode,fused").wants("store")
-    assert not Options(kernels="all").wants("fused")
+    assert Options(kernels="all").wants("fused")
+    assert not Options(kernels="store,decode").wants("fused")
     for kernels in ("fused", "store,fused", "off,fused", "all, fused"):
         with pytest.raises(ValueError, match="SGL_DSV4_KERNELS"):
             Options(kernels=kernels)
@@ -341,7 +342,7 @@ def test_a_missing_function_leaves_the_rest(sglang, caplog):
     module.fused_q_norm_rope = lambda q_input, q_output, eps, table, positions: stock(
         q_input, q_output, eps, table, positions
     )
-    install.install(Options(kernels="all,fused"))
+    install.install(Options(kernels="all"))
     sglang.apply_hooks()
     world = World(sglang)
     for _ in range(2):
