@@ -12,6 +12,7 @@
 # SGL_DSV4_COMMIT   what the CSV calls the commit where there is no git
 # TEST_PROCESSES    processes of the tests (default: by cores and GPU memory, at most 6; 1 without pytest-xdist)
 # PIECE_SECONDS     time limit of tests, sanitizer and benchmark, each (default: 420; 1200 for tests in one process)
+# COMPUTE_SANITIZER path of compute-sanitizer, 2026.1 or newer (default: from the package nvidia-cuda-sanitizer-api)
 # E2E_MODEL, E2E_ARGS, E2E_OPTIONS, E2E_SECONDS   model path (tp2: one or more) and flags of the servers, options of
 #                   check_serving.py or (e2e 2) bench_serving.py, and time limit of each (default: 500)
 # TP2_BENCH         tp2: options of bench_serving.py instead of those below
@@ -109,6 +110,7 @@ build() {  # in a shell of its own: set_up exits where it fails
     set -e
     VERBOSE_BUILD=1 set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "matplotlib 3.5 matplotlib" "triton 3.6 triton==3.6.0"
     need_optional "pytest_timeout 2.0 pytest-timeout" "pytest_xdist 3.2 pytest-xdist"
+    need_optional "nvidia_cuda_sanitizer_api 13.2 nvidia-cuda-sanitizer-api"
     cd "$VENV" && "$PY" -c 'import sgl_dsv4_kernels as dk, torch; print(dk.build_info(), torch.cuda.get_device_name())'
   )
 }
@@ -135,13 +137,20 @@ tests() {  # PROCESSES PLACE ... below test/
     -p no:cacheprovider -q -ra --durations 8 -W "ignore:Unknown config option" "${options[@]}" "${places[@]}"
 }
 
+# Versions before 2026.1 take warp-specialised kernels for races: the package's is preferred to the toolkit's.
+find_sanitizer() {
+  local packaged
+  packaged="$(ls "$VENV"/lib/python*/site-packages/nvidia/*/compute-sanitizer/compute-sanitizer 2> /dev/null | head -1)"
+  echo "${COMPUTE_SANITIZER:-${packaged:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2> /dev/null | head -1)}}"
+}
+
 sanitize() {  # TOOL SCRIPT : our kernels alone (Triton's has no namespace in its name)
-  local sanitizer port=$((49152 + 16 * ${#groups[@]}))  # of its own: several run at once
-  sanitizer="${COMPUTE_SANITIZER:-}"
-  [ -n "$sanitizer" ] || sanitizer="$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2> /dev/null | head -1)"
+  local sanitizer options=() port=$((49152 + 16 * ${#groups[@]}))  # of its own: several run at once
+  sanitizer="$(find_sanitizer)"
   [ -n "$sanitizer" ] || { echo "SUMMARY: compute-sanitizer not found (COMPUTE_SANITIZER=path)"; return 1; }
+  case "$1" in racecheck | synccheck) options=(--num-cuda-barriers 64) ;; esac  # mbarriers that PTX initialises are not counted
   cd "$VENV" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 limited "${PIECE_SECONDS:-420}" "$sanitizer" --tool "$1" \
-    --error-exitcode 9 --port $port --target-processes application-only \
+    --error-exitcode 9 --port $port --target-processes application-only "${options[@]}" \
     --kernel-name kns=sgl_dsv4 --kernel-name kns=sparse_decode_kernel "$PY" "$ROOT/scripts/$2"
 }
 
@@ -205,7 +214,7 @@ wants() { [ "$WHAT" = "$1" ] || [ "$WHAT" = all ]; }
 if { wants store || wants decode; } && [ "$PART" != 2 ]; then
   case "$WHAT" in
     store) places=(gpu/test_store_gpu.py registered unit/test_store_golden.py) ;;
-    decode) places=(gpu/test_{combine,decode_gpu,decode_sm90,query_gpu}.py unit/test_decode_triton.py) ;;
+    decode) places=(gpu/test_{combine,decode_gpu,decode_hopper,query_gpu}.py unit/test_decode_triton.py) ;;
     all) places=(gpu registered unit/test_store_golden.py unit/test_decode_triton.py) ;;
   esac
   start "test_$WHAT" tests "${TEST_PROCESSES:-$(test_processes)}" "${places[@]}"
