@@ -93,22 +93,34 @@ __device__ __forceinline__ void cp_async_16_if(bool wanted, uint32_t address, co
                : "memory");
 }
 
+// PTX ISA, "cp.async.commit_group", "cp.async.wait_group": this thread's copies since its last group become a group;
+// waits until at most kLater of its last groups are under way. The thread then sees what the others brought.
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kLater>
+__device__ __forceinline__ void cp_async_wait_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
+
 // Waits for all of this thread's cp.async.
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// PTX ISA, "fence.proxy.async": ordinary stores to shared memory before it are seen by wgmma and bulk copies that are
-// ordered behind it. Every thread that stored executes it, then signals.
+// PTX ISA, "fence.proxy.async", "proxy-preserved base causality order": between ordinary stores to shared memory and
+// the wgmma that reads them lie a signal and this fence, in either order: every thread that stored executes it, then
+// signals, or the threads that have waited for the signal execute it before their wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- barriers ----
 
-// PTX ISA, "bar.sync": `threads` threads meet at hardware barrier `id` (0 is __syncthreads').
+// PTX ISA, "barrier.sync": `threads` threads meet at hardware barrier `id` (0 is __syncthreads'). Not ".aligned": roles
+// that meet come from different places of the program.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // PTX ISA, "mbarrier": a phase ends when `arrivals` threads have arrived. A wait names the parity of the phase whose
@@ -159,6 +171,15 @@ __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// PTX ISA, "prmt": byte i of the result is the byte of `bytes` that nibble i of kSelect names, 0 to 3; with 8 added,
+// that byte's top bit eight times.
+template <uint32_t kSelect>
+__device__ __forceinline__ uint32_t prmt(uint32_t bytes) {
+  uint32_t picked;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(picked) : "r"(bytes), "n"(kSelect));
+  return picked;
 }
 
 // PTX ISA, "mul.rn.bf16x2" (sm_90): subnormal operands and results are kept.

@@ -17,7 +17,7 @@ to 32 heads padded to 64 for FlashMLA:
 
 from __future__ import annotations
 
-MOST_ROWS = {8: 128, 16: 128, 32: 128, 64: 128, 128: 32}
+MOST_ROWS = {8: 512, 16: 512, 32: 512, 64: 512, 128: 128}
 """Heads of this rank -> most rows that the Hopper kernel takes."""
 
 MOST_ROWS_TRITON = {8: 64, 16: 64, 32: 8, 64: 8, 128: 0}

@@ -1,9 +1,9 @@
-// The consuming warpgroups: S = Q K^T, online softmax in log2, O += P V.
+// The consuming warpgroups at 64 heads: S = Q K^T, online softmax in log2, O += P V.
 //
-// Both have all 64 heads as rows. Warpgroup 0 computes the scores of a tile (64 x 64), turns them into weights and puts
-// these, as bf16, and the rows' decay into shared memory; then each adds its half of the channels to its half of O.
-// P and decay have two buffers: what is written for tile i + 2 replaces what both have read for tile i before they met
-// for tile i + 1.
+// All have the 64 heads as rows. Warpgroup 0 computes the scores of a tile (64 x 64), turns them into weights and puts
+// these, as bf16, and the rows' decay into shared memory. Two value warpgroups each have half of the channels: they
+// multiply O by the decay while the weights are being computed, then add P V; meanwhile the next scores are being
+// computed.
 #pragma once
 
 #include <cmath>
@@ -21,6 +21,7 @@ inline constexpr int kScoreRegs = kTileKeys / 2;
 inline constexpr int kHalfChannels = kHeadDim / 2;
 inline constexpr int kQuarterChannels = kHeadDim / 4;
 inline constexpr int kQuarterRegs = kQuarterChannels / 2;
+inline constexpr int kHalfBlocks = kChannelBlocks / 2;
 
 // Maximum or sum over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
@@ -34,20 +35,26 @@ __device__ __forceinline__ float row_sum(float x) {
 
 // ---- scores and weights ----
 
-// S of one tile.
-__device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], SharedMemory& shared, int stage) {
+// S of one tile, half of the channels after the other.
+__device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], SharedMemory& shared, int stage,
+                                               uint32_t phase) {
   const uint64_t q = operand(ptx::shared_address(shared.q));
   const uint64_t keys = operand(ptx::shared_address(shared.keys[stage]));
-  wgmma_begin(s);
 #pragma unroll
-  for (int block = 0; block < kChannelBlocks; ++block) {
+  for (int half = 0; half < 2; ++half) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.full[stage][half]), phase);
+    ptx::fence_proxy_async();
+    if (half == 0) wgmma_begin(s);
 #pragma unroll
-    for (int k = 0; k < kBlockChannels / 16; ++k) {
-      const uint64_t step = descriptor_step(block * kBlockBytes + k * 32);
-      wgmma_m64n64k16(s, q + step, keys + step, block + k > 0);
+    for (int block = half * kHalfBlocks; block < (half + 1) * kHalfBlocks; ++block) {
+#pragma unroll
+      for (int k = 0; k < kBlockChannels / 16; ++k) {
+        const uint64_t step = descriptor_step(block * kBlockBytes + k * 32);
+        wgmma_m64n64k16(s, q + step, keys + step, block + k > 0);
+      }
     }
+    wgmma_commit();
   }
-  wgmma_commit();
   wgmma_wait<0>(s);
 }
 
@@ -57,9 +64,9 @@ struct Softmax {
   float unit[2] = {kMinusInfinity, kMinusInfinity};
   float total[2] = {0.0f, 0.0f};
 
-  // Scores -> weights, in place. Returns what earlier sums of the two rows are multiplied by.
-  __device__ __forceinline__ float2 update(float (&s)[kScoreRegs], const uint32_t* attended, int column, float scale) {
-    // Scale; keys that are not attended get -inf, whatever stands there.
+  // Scales the scores; those of keys that are not attended become -inf, whatever stands there. Moves on to the unit of
+  // their tile and returns what earlier sums of the two rows are multiplied by.
+  __device__ __forceinline__ float2 measure(float (&s)[kScoreRegs], const uint32_t* attended, int column, float scale) {
     const uint4 low = reinterpret_cast<const uint4*>(attended)[0], high = reinterpret_cast<const uint4*>(attended)[1];
     const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     const bool whole = (low.x & low.y & low.z & low.w & high.x & high.y & high.z & high.w) == 0xffffffffu;
@@ -81,9 +88,17 @@ struct Softmax {
       tile_most = row_max(tile_most);
       top[r] = fmaxf(top[r], tile_most);
       const float now = fmaxf(tile_most, top[r] - kUnitRange);
-      const float base = now == kMinusInfinity ? 0.0f : now;  // -inf - -inf would be NaN
-      decay[r] = ptx::ex2(unit[r] - base);
+      decay[r] = ptx::ex2(unit[r] - base_of(now));
       unit[r] = now;
+    }
+    return make_float2(decay[0], decay[1]);
+  }
+
+  // Scores -> weights, in place.
+  __device__ __forceinline__ void weigh(float (&s)[kScoreRegs], float2 decay) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float base = base_of(unit[r]);
       float sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kScoreRegs; ++i) {
@@ -91,63 +106,49 @@ struct Softmax {
         s[i] = ptx::ex2(s[i] - base);
         sum += s[i];
       }
-      total[r] = fmaf(total[r], decay[r], sum);
+      total[r] = fmaf(total[r], r == 0 ? decay.x : decay.y, sum);
     }
-    return make_float2(decay[0], decay[1]);
   }
+
+  // -inf - -inf would be NaN.
+  __device__ __forceinline__ static float base_of(float now) { return now == kMinusInfinity ? 0.0f : now; }
 };
 
-__device__ __forceinline__ void store_weights(const float (&s)[kScoreRegs], float2 decay, const Place& place,
-                                              SharedMemory& shared, int stage) {
-  const uint32_t weights = ptx::shared_address(shared.weights[stage]);
+__device__ __forceinline__ void store_weights(const float (&s)[kScoreRegs], const Place& place, SharedMemory& shared) {
+  const uint32_t weights = ptx::shared_address(shared.weights);
 #pragma unroll
   for (int j = 0; j < kTileKeys / 8; ++j) {
     const uint32_t at = weights + tile_offset(place.row, 8 * j) + place.column * 2;
     ptx::st_shared(at, ptx::cvt_bf16x2(s[4 * j], s[4 * j + 1]));
     ptx::st_shared(at + kGroupBytes, ptx::cvt_bf16x2(s[4 * j + 2], s[4 * j + 3]));
   }
-  if (place.column == 0) {
-    shared.decay[stage][place.row] = decay.x;
-    shared.decay[stage][place.row + 8] = decay.y;
-  }
-  ptx::fence_proxy_async();
 }
 
 // ---- values ----
 
-// Half of the channels of O, as two products' accumulators.
-struct Half {
-  float quarter[2][kQuarterRegs];
-};
+// Half of the channels of O, as two products' accumulators. (One product of 256 channels would read P once instead of
+// twice, but has more registers than the assembler allows a block of this many threads.)
+using Half = float[2][kQuarterRegs];
 
-// O = O * decay + P V for half of the channels.
+// O += P V for half of the channels.
 template <int kHalf>
-__device__ __forceinline__ void add_values(Half& o, const Place& place, SharedMemory& shared, int stage, bool first) {
-  const float2 decay = make_float2(shared.decay[stage][place.row], shared.decay[stage][place.row + 8]);
-  if (!first) {
-#pragma unroll
-    for (int i = 0; i < kQuarterRegs; ++i) {
-      const float factor = i / 2 % 2 == 0 ? decay.x : decay.y;
-      o.quarter[0][i] *= factor;
-      o.quarter[1][i] *= factor;
-    }
-  }
-  const uint64_t weights = operand(ptx::shared_address(shared.weights[stage]));
+__device__ __forceinline__ void add_values(Half& o, SharedMemory& shared, int stage) {
+  const uint64_t weights = operand(ptx::shared_address(shared.weights));
   const uint64_t values = operand(ptx::shared_address(shared.keys[stage]));
-  wgmma_begin(o.quarter[0]);
-  wgmma_begin(o.quarter[1]);
+  pin(o[0]);
+  wgmma_begin(o[1]);
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
 #pragma unroll
     for (int k = 0; k < kTileKeys / 16; ++k) {
       const int block = (2 * kHalf + q) * (kQuarterChannels / kBlockChannels);
-      wgmma_m64n128k16(o.quarter[q], weights + descriptor_step(k * 32),
-                       values + descriptor_step(block * kBlockBytes + k * 2 * kGroupBytes), !first || k > 0);
+      wgmma_m64n128k16(o[q], weights + descriptor_step(k * 32),
+                       values + descriptor_step(block * kBlockBytes + k * 2 * kGroupBytes), true);
     }
   }
   wgmma_commit();
-  wgmma_wait<0>(o.quarter[0]);
-  pin(o.quarter[1]);
+  wgmma_wait<0>(o[0]);
+  pin(o[1]);
 }
 
 // This warpgroup's half of O into shared memory, where the keys were.
@@ -160,57 +161,79 @@ __device__ __forceinline__ void stage_results(const Half& o, const Place& place,
     for (int q = 0; q < 2; ++q) {
 #pragma unroll
       for (int j = 0; j < kQuarterChannels / 8; ++j)
-        ptx::st_shared(row + (q * kQuarterChannels + 8 * j) * 4, o.quarter[q][4 * j + 2 * r],
-                       o.quarter[q][4 * j + 2 * r + 1]);
+        ptx::st_shared(row + (q * kQuarterChannels + 8 * j) * 4, o[q][4 * j + 2 * r], o[q][4 * j + 2 * r + 1]);
     }
   }
 }
 
-// ---- the two roles ----
+// ---- the roles ----
 
-// Leaves the results, of this warpgroup's half of the channels, in shared memory.
-template <int kHalf>
-__device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, SharedMemory& shared) {
+// Leaves sums and units in shared memory.
+__device__ __forceinline__ void attend_scores(const DecodeParams& p, const Work& w, SharedMemory& shared) {
   const Place place = my_place();
-  const bool elected = threadIdx.x % 32 == 0;
-  const query::Factors factors = load_q<kTileHeads>(p, w, ptx::shared_address(shared.q));
-  finish_q<kTileHeads>(p, w, ptx::shared_address(shared.q), factors);
-  ptx::fence_proxy_async();
-  consumers_meet();
-  // Here, because this warpgroup has nothing to do until the first tile's weights are there.
-  if (kHalf == 1 && p.o_accum == nullptr)
-    load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) - kWarpgroupThreads, shared.sink, shared.rotation);
-
+  Barriers& barriers = shared.barriers;
   Softmax softmax;
-  Half o = {};
-  float s[kScoreRegs] = {};
   int stage = 0;
   uint32_t phase = 0;
   for (int tile = w.range.begin; tile < w.range.end; ++tile) {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), phase);
-    if constexpr (kHalf == 0) {
-      compute_scores(s, shared, stage);
-      const float2 decay = softmax.update(s, shared.attended[stage], place.column, p.scale_log2);
-      store_weights(s, decay, place, shared, stage);  // as many buffers of P as stages
+    float s[kScoreRegs] = {};
+    compute_scores(s, shared, stage, phase);
+
+    // This buffer's last decay was read before the weights of the tile between were free.
+    const float2 decay = softmax.measure(s, shared.attended[stage], place.column, p.scale_log2);
+    if (place.column == 0) {
+      shared.decay[stage][place.row] = decay.x;
+      shared.decay[stage][place.row + 8] = decay.y;
     }
-    consumers_meet();
-    add_values<kHalf>(o, place, shared, stage, tile == w.range.begin);
-    __syncwarp();
-    if (elected) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[stage]));
+    ptx::mbarrier_arrive(ptx::shared_address(&barriers.decay_full[stage]));
+
+    softmax.weigh(s, decay);
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_empty), stage ^ 1);
+    store_weights(s, place, shared);
+    ptx::mbarrier_arrive(ptx::shared_address(&barriers.weights_full));
     stage ^= 1;
     phase ^= stage == 0;
   }
 
-  if constexpr (kHalf == 0) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float total = row_sum(softmax.total[r]);
-      if (place.column != 0) continue;
-      shared.unit[place.row + 8 * r] = softmax.unit[r];
-      shared.total[place.row + 8 * r] = total;
-    }
+  for (int r = 0; r < 2; ++r) {
+    const float total = row_sum(softmax.total[r]);
+    if (place.column != 0) continue;
+    shared.unit[place.row + 8 * r] = softmax.unit[r];
+    shared.total[place.row + 8 * r] = total;
   }
-  consumers_meet();  // the keys are no longer needed
+}
+
+// Leaves the results, of this warpgroup's half of the channels, in shared memory.
+template <int kHalf>
+__device__ __forceinline__ void attend_values(const DecodeParams& p, const Work& w, SharedMemory& shared) {
+  const Place place = my_place();
+  Barriers& barriers = shared.barriers;
+  if (kHalf == 1 && p.o_accum == nullptr)
+    load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.sink, shared.rotation);
+
+  Half o = {};  // the first tile's decay is 0
+  int stage = 0;
+  uint32_t phase = 0;
+  for (int tile = w.range.begin; tile < w.range.end; ++tile) {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.full[stage][kHalf]), phase);
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.decay_full[stage]), phase);
+    const float decay[2] = {shared.decay[stage][place.row], shared.decay[stage][place.row + 8]};
+#pragma unroll
+    for (int i = 0; i < kQuarterRegs; ++i) {
+      o[0][i] *= decay[i / 2 % 2];
+      o[1][i] *= decay[i / 2 % 2];
+    }
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_full), stage);
+    ptx::fence_proxy_async();
+    add_values<kHalf>(o, shared, stage);
+    ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[stage][kHalf]));
+    ptx::mbarrier_arrive(ptx::shared_address(&barriers.weights_empty));
+    stage ^= 1;
+    phase ^= stage == 0;
+  }
+  // Both halves are done with the last tile: keys and weights are no longer needed.
+  ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_empty), stage ^ 1);
   stage_results<kHalf>(o, place, ptx::shared_address(shared.keys));
 }
 

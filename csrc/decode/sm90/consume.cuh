@@ -15,7 +15,21 @@ namespace sgl_dsv4::sm90 {
 
 inline constexpr float kUnitRange = 16.0f;
 inline constexpr int kConsumerWarps = kConsumerThreads / 32;
-inline constexpr int kQueriesAtOnce = 4;  // heads that a warp normalises together: more would spill
+
+template <typename Shared>
+__device__ __forceinline__ void init_barriers(Shared& shared) {
+  const auto init = [](uint64_t& barrier, int threads) {
+    ptx::mbarrier_init(ptx::shared_address(&barrier), static_cast<uint32_t>(threads));
+  };
+  Barriers& barriers = shared.barriers;
+  for (int i = 0; i < kStages * 2; ++i) {
+    init(barriers.full[i / 2][i % 2], kGatherThreads);
+    init(barriers.empty[i / 2][i % 2], kWarpgroupThreads);
+  }
+  for (uint64_t& barrier : barriers.decay_full) init(barrier, kWarpgroupThreads);
+  init(barriers.weights_full, kWarpgroupThreads);
+  init(barriers.weights_empty, Shared::kValueThreads);
+}
 
 // A thread's place in an accumulator (wgmma.cuh).
 struct Place {
@@ -52,7 +66,7 @@ __device__ __forceinline__ void st_query(uint32_t address, const QueryVector& v)
 }
 
 // Starts the copies of the block's heads into shared memory at `q`, in blocks of kHeads rows, by both warpgroups. Heads
-// past the last become zeros. Returns what finish_q() rotates by.
+// past the last become zeros. Returns what rotate_q() rotates by.
 template <int kHeads>
 __device__ __forceinline__ query::Factors load_q(const DecodeParams& p, const Work& w, uint32_t q) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -85,11 +99,10 @@ __device__ __forceinline__ query::Factors load_q(const DecodeParams& p, const Wo
   return factors;
 }
 
-// kAtOnce heads of a warp in turn; zeros past the last head stay zeros.
+// kAtOnce heads of a warp in turn, as many as its registers hold; zeros past the last head stay zeros.
 template <int kHeads>
 __device__ __forceinline__ void normalise_q(const DecodeParams& p, const Work& w, uint32_t q) {
-  constexpr int kEach = kHeads / kConsumerWarps;
-  constexpr int kAtOnce = kEach < kQueriesAtOnce ? kEach : kQueriesAtOnce;
+  constexpr int kAtOnce = kHeads == kTileHeads ? 2 : kHeads / kConsumerWarps;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
   for (int first = warp; first < w.heads; first += kAtOnce * kConsumerWarps) {
@@ -127,13 +140,16 @@ __device__ __forceinline__ void rotate_q(const Work& w, uint32_t q, const query:
   }
 }
 
-// Waits for this thread's copies, then norm and rotation, where they are asked for.
+// Q in shared memory at `q`, with its norm and rotation, where they are asked for: by both warpgroups, in one place of
+// a kernel.
 template <int kHeads>
-__device__ __forceinline__ void finish_q(const DecodeParams& p, const Work& w, uint32_t q,
-                                         const query::Factors& factors) {
+__device__ __forceinline__ void provide_q(const DecodeParams& p, const Work& w, uint32_t q) {
+  const query::Factors factors = load_q<kHeads>(p, w, q);
   ptx::cp_async_wait();
   if (p.query.has_norm) normalise_q<kHeads>(p, w, q);
   if (p.query.freqs_cis != nullptr) rotate_q<kHeads>(w, q, factors);
+  ptx::fence_proxy_async();
+  consumers_meet();
 }
 
 }  // namespace sgl_dsv4::sm90

@@ -41,11 +41,10 @@ __device__ __forceinline__ bool has_large_scale(uint2 scales) {
   return ((low | (high & 0x00ffffffu)) & 0x80808080u) != 0;
 }
 
-// Four codes times 2^-120 as two pairs of bf16.
+// Four codes times 2^-120 as two pairs of bf16. A code spread to 16 bits by its sign, times 16, has everything where it
+// belongs, and copies of the sign in the bits that are then cleared.
 __device__ __forceinline__ uint2 place_codes(uint32_t codes) {
-  const uint32_t low = (codes << 4) & 0xf0f0f0f0u;
-  const uint32_t high = (codes & 0x80808080u) | ((codes >> 4) & 0x07070707u);
-  return make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
+  return make_uint2(ptx::prmt<0x9180>(codes) * 16 & 0x87f087f0u, ptx::prmt<0xb3a2>(codes) * 16 & 0x87f087f0u);
 }
 
 // Eight codes times the first factor of their scale.

@@ -2,7 +2,7 @@
 // product is padding. S^T = K Q^T, online softmax down the columns, O^T += V^T P^T.
 //
 // Warpgroup 0 computes the scores of a tile (64 keys x kHeads) and puts the weights, as bf16, and the heads' decay into
-// shared memory; then each warpgroup adds to its half of the channels, four blocks of 64. Buffers as in attend.cuh.
+// shared memory, warpgroup 1 adds to all of O. Order and barriers as in attend.cuh.
 #pragma once
 
 #include <cmath>
@@ -22,38 +22,62 @@ struct FewHeads {
   using Shared = FewHeadsSharedMemory<kHeads>;
   static constexpr int kGroups = kHeads / 8;
   static constexpr int kRegs = kHeads / 2;
-  static constexpr int kBlocks = kChannelBlocks / 2;  // of channels, a warpgroup
+  static constexpr int kHalfBlocks = kChannelBlocks / 2;
 
-  // Maximum or sum over the lanes that share columns.
-  __device__ __forceinline__ static float column_max(float x) {
+  // Maxima over the 8 lanes that share columns. Of several values, each step keeps half and gives the other half away:
+  // afterwards x[0] is the maximum of value number value_of(lane).
+  static constexpr int kValues = 2 * kGroups;
+  __device__ __forceinline__ static void column_max(float (&x)[kValues], int lane) {
+    int count = kValues;
 #pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-    return x;
+    for (int lanes = 16; lanes >= 4; lanes /= 2) {
+      if (count > 1) {
+        count /= 2;
+#pragma unroll
+        for (int i = 0; i < kValues / 2; ++i) {
+          if (i >= count) break;
+          const bool upper = lane & lanes;
+          const float kept = upper ? x[i + count] : x[i], given = upper ? x[i] : x[i + count];
+          x[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, lanes));
+        }
+      } else {
+        x[0] = fmaxf(x[0], __shfl_xor_sync(0xffffffffu, x[0], lanes));
+      }
+    }
   }
+  __device__ __forceinline__ static int value_of(int lane) { return lane / (32 / kValues); }
+
+  // Sum over the lanes that share columns.
   __device__ __forceinline__ static float column_sum(float x) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
     return x;
   }
 
-  __device__ __forceinline__ static void compute_scores(float (&s)[kRegs], Shared& shared, int stage) {
+  __device__ __forceinline__ static void compute_scores(float (&s)[kRegs], Shared& shared, int stage, uint32_t phase) {
     const uint64_t q = operand(ptx::shared_address(shared.q));
     const uint64_t keys = operand(ptx::shared_address(shared.keys[stage]));
-    wgmma_begin(s);
 #pragma unroll
-    for (int block = 0; block < kChannelBlocks; ++block) {
+    for (int half = 0; half < 2; ++half) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.full[stage][half]), phase);
+      ptx::fence_proxy_async();
+      if (half == 0) wgmma_begin(s);
 #pragma unroll
-      for (int k = 0; k < kBlockChannels / 16; ++k)
-        wgmma_few_heads<false>(s, keys + descriptor_step(block * kBlockBytes + k * 32),
-                               q + descriptor_step(block * kHeads * kRowBytes + k * 32), block + k > 0);
+      for (int block = half * kHalfBlocks; block < (half + 1) * kHalfBlocks; ++block) {
+#pragma unroll
+        for (int k = 0; k < kBlockChannels / 16; ++k)
+          wgmma_few_heads<false>(s, keys + descriptor_step(block * kBlockBytes + k * 32),
+                                 q + descriptor_step(block * kHeads * kRowBytes + k * 32), block + k > 0);
+      }
+      wgmma_commit();
     }
-    wgmma_commit();
     wgmma_wait<0>(s);
   }
 
-  // Of a thread's columns, in log2: the largest score, the unit of the last tile, and this thread's share of the sum.
+  // Of a thread's columns, in log2: the largest score, the unit of the last tile; what earlier sums are multiplied by,
+  // and this thread's share of the sum.
   struct Softmax {
-    float top[kGroups][2], unit[kGroups][2], total[kGroups][2];
+    float top[kGroups][2], unit[kGroups][2], decay[kGroups][2], total[kGroups][2];
 
     __device__ __forceinline__ Softmax() {
 #pragma unroll
@@ -66,9 +90,10 @@ struct FewHeads {
       }
     }
 
-    // Scores -> weights and decay in shared memory.
-    __device__ __forceinline__ void update(float (&s)[kRegs], const Place& place, Shared& shared, int stage,
-                                           float scale) {
+    // Scales the scores, -inf for keys that are not attended. Moves on to the unit of their tile and stores what
+    // earlier sums are multiplied by.
+    __device__ __forceinline__ void measure(float (&s)[kRegs], const Place& place, Shared& shared, int stage,
+                                            float scale) {
       const int warp = place.row / 16, lane = static_cast<int>(threadIdx.x) % 32;
       const int bit = lane / 4 * 4;
       const bool upper = shared.attended[stage][2 * warp] >> bit & 1u;
@@ -76,148 +101,172 @@ struct FewHeads {
 #pragma unroll
       for (int i = 0; i < kRegs; ++i) s[i] = (i % 4 < 2 ? upper : lower) ? s[i] * scale : kMinusInfinity;
 
-      // Maxima of the tile, over the warps.
+      // Maxima of the tile, over the warps. When the next but one replaces them, all have met for the one between.
+      float most[kValues];
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        const float most0 = column_max(fmaxf(s[4 * j], s[4 * j + 2]));
-        const float most1 = column_max(fmaxf(s[4 * j + 1], s[4 * j + 3]));
-        if (lane < 4)
-          *reinterpret_cast<float2*>(&shared.warp_values[warp][8 * j + place.column]) = make_float2(most0, most1);
-      }
+      for (int v = 0; v < kValues; ++v) most[v] = fmaxf(s[v / 2 * 4 + v % 2], s[v / 2 * 4 + v % 2 + 2]);
+      column_max(most, lane);
+      shared.warp_values[stage][value_of(lane) / 2 * 8 + place.column + value_of(lane) % 2][warp] = most[0];
       ptx::bar_sync(kScoresMeet, kWarpgroupThreads);
 
-      const uint32_t weights = ptx::shared_address(shared.weights[stage]);
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
         const int head = 8 * j + place.column;
-        float2 most = *reinterpret_cast<const float2*>(&shared.warp_values[0][head]);
-#pragma unroll
-        for (int other = 1; other < 4; ++other) {
-          const float2 x = *reinterpret_cast<const float2*>(&shared.warp_values[other][head]);
-          most = make_float2(fmaxf(most.x, x.x), fmaxf(most.y, x.y));
-        }
-        float decay[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float tile_most = c == 0 ? most.x : most.y;
+          const float4 x = *reinterpret_cast<const float4*>(shared.warp_values[stage][head + c]);
+          const float tile_most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w));
           top[j][c] = fmaxf(top[j][c], tile_most);
           const float now = fmaxf(tile_most, top[j][c] - kUnitRange);
-          const float base = now == kMinusInfinity ? 0.0f : now;  // -inf - -inf would be NaN
-          decay[c] = ptx::ex2(unit[j][c] - base);
+          decay[j][c] = ptx::ex2(unit[j][c] - base_of(now));
           unit[j][c] = now;
-          s[4 * j + c] = ptx::ex2(s[4 * j + c] - base);
-          s[4 * j + 2 + c] = ptx::ex2(s[4 * j + 2 + c] - base);
-          total[j][c] = fmaf(total[j][c], decay[c], s[4 * j + c] + s[4 * j + 2 + c]);
         }
-        const uint32_t at = weights + weight_offset(place.row, head);
-        ptx::st_shared(at, ptx::cvt_bf16x2(s[4 * j], s[4 * j + 1]));
-        ptx::st_shared(at + kWeightGroupBytes, ptx::cvt_bf16x2(s[4 * j + 2], s[4 * j + 3]));
-        if (place.row == 0) *reinterpret_cast<float2*>(&shared.decay[stage][head]) = make_float2(decay[0], decay[1]);
+        if (place.row == 0)
+          *reinterpret_cast<float2*>(&shared.decay[stage][head]) = make_float2(decay[j][0], decay[j][1]);
       }
-      ptx::fence_proxy_async();
     }
 
-    // Sums and units of all heads into shared memory.
-    __device__ __forceinline__ void finish(const Place& place, Shared& shared) {
+    // Scores -> weights, in place.
+    __device__ __forceinline__ void weigh(float (&s)[kRegs]) {
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float base = base_of(unit[j][c]);
+          s[4 * j + c] = ptx::ex2(s[4 * j + c] - base);
+          s[4 * j + 2 + c] = ptx::ex2(s[4 * j + 2 + c] - base);
+          total[j][c] = fmaf(total[j][c], decay[j][c], s[4 * j + c] + s[4 * j + 2 + c]);
+        }
+      }
+    }
+
+    // -inf - -inf would be NaN.
+    __device__ __forceinline__ static float base_of(float now) { return now == kMinusInfinity ? 0.0f : now; }
+
+    // Sums and units of all heads into shared memory. `stage`: of a tile after the last.
+    __device__ __forceinline__ void finish(const Place& place, Shared& shared, int stage) {
       const int warp = place.row / 16, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
-        const float sum0 = column_sum(total[j][0]), sum1 = column_sum(total[j][1]);
-        const int head = 8 * j + place.column;
-        if (lane < 4) *reinterpret_cast<float2*>(&shared.warp_values[warp][head]) = make_float2(sum0, sum1);
-        if (place.row == 0) *reinterpret_cast<float2*>(&shared.unit[head]) = make_float2(unit[j][0], unit[j][1]);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int head = 8 * j + place.column + c;
+          const float sum = column_sum(total[j][c]);
+          if (lane < 4) shared.warp_values[stage][head][warp] = sum;
+          if (place.row == 0) shared.unit[head] = unit[j][c];
+        }
       }
       ptx::bar_sync(kScoresMeet, kWarpgroupThreads);
       const int head = static_cast<int>(threadIdx.x);
-      if (head < kHeads)
-        shared.total[head] = (shared.warp_values[0][head] + shared.warp_values[1][head]) +
-                             (shared.warp_values[2][head] + shared.warp_values[3][head]);
+      if (head >= kHeads) return;
+      const float4 x = *reinterpret_cast<const float4*>(shared.warp_values[stage][head]);
+      shared.total[head] = (x.x + x.y) + (x.z + x.w);
     }
   };
 
-  // O^T = O^T * decay + V^T P^T for half of the channels.
-  template <int kHalf>
-  __device__ __forceinline__ static void add_values(float (&o)[kBlocks][kRegs], const Place& place, Shared& shared,
-                                                    int stage, bool first) {
-    if (!first) {
+  __device__ __forceinline__ static void store_weights(const float (&s)[kRegs], const Place& place, Shared& shared) {
+    const uint32_t weights = ptx::shared_address(shared.weights);
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        const float2 decay = *reinterpret_cast<const float2*>(&shared.decay[stage][8 * j + place.column]);
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) o[block][4 * j + i] *= i % 2 == 0 ? decay.x : decay.y;
-        }
-      }
+    for (int j = 0; j < kGroups; ++j) {
+      const uint32_t at = weights + weight_offset(place.row, 8 * j + place.column);
+      ptx::st_shared(at, ptx::cvt_bf16x2(s[4 * j], s[4 * j + 1]));
+      ptx::st_shared(at + kWeightGroupBytes, ptx::cvt_bf16x2(s[4 * j + 2], s[4 * j + 3]));
     }
-    const uint64_t weights = weight_descriptor(ptx::shared_address(shared.weights[stage]));
-    const uint64_t values = operand(ptx::shared_address(shared.keys[stage]));
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) wgmma_begin(o[block]);
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int k = 0; k < kTileKeys / 16; ++k)
-        wgmma_few_heads<true>(o[block],
-                              values + descriptor_step((kHalf * kBlocks + block) * kBlockBytes + k * 2 * kGroupBytes),
-                              weights + descriptor_step(k * 2 * kWeightGroupBytes), !first || k > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<0>(o[0]);
-#pragma unroll
-    for (int block = 1; block < kBlocks; ++block) pin(o[block]);
   }
 
-  template <int kHalf>
-  __device__ __forceinline__ static void stage_results(const float (&o)[kBlocks][kRegs], const Place& place,
+  // O^T += V^T P^T, half of the channels after the other: starts the products.
+  __device__ __forceinline__ static void add_values(float (&o)[kChannelBlocks][kRegs], Shared& shared, int stage) {
+    const uint64_t weights = weight_descriptor(ptx::shared_address(shared.weights));
+    const uint64_t values = operand(ptx::shared_address(shared.keys[stage]));
+#pragma unroll
+    for (int block = 1; block < kChannelBlocks; ++block) pin(o[block]);
+    wgmma_begin(o[0]);
+#pragma unroll
+    for (int block = 0; block < kChannelBlocks; ++block) {
+#pragma unroll
+      for (int k = 0; k < kTileKeys / 16; ++k)
+        wgmma_few_heads<true>(o[block], values + descriptor_step(block * kBlockBytes + k * 2 * kGroupBytes),
+                              weights + descriptor_step(k * 2 * kWeightGroupBytes), true);
+      if (block % kHalfBlocks == kHalfBlocks - 1) wgmma_commit();
+    }
+  }
+
+  __device__ __forceinline__ static void stage_results(const float (&o)[kChannelBlocks][kRegs], const Place& place,
                                                        float* results) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < kChannelBlocks; ++block) {
 #pragma unroll
       for (int i = 0; i < kRegs; ++i) {
         const int head = i / 4 * 8 + place.column + i % 2;
-        const int channel = (kHalf * kBlocks + block) * kBlockChannels + place.row + i / 2 % 2 * 8;
+        const int channel = block * kBlockChannels + place.row + i / 2 % 2 * 8;
         results[head * kFewResultPitch + channel] = o[block][i];
       }
     }
   }
 
-  // Leaves the results, of this warpgroup's half of the channels, in shared memory.
-  template <int kHalf>
-  __device__ __forceinline__ static void attend(const DecodeParams& p, const Work& w, Shared& shared) {
+  // Leaves sums and units in shared memory.
+  __device__ __forceinline__ static void attend_scores(const DecodeParams& p, const Work& w, Shared& shared) {
     const Place place = my_place();
-    const bool elected = threadIdx.x % 32 == 0;
-    const query::Factors factors = load_q<kHeads>(p, w, ptx::shared_address(shared.q));
-    finish_q<kHeads>(p, w, ptx::shared_address(shared.q), factors);
-    ptx::fence_proxy_async();
-    consumers_meet();
-    // Here, because this warpgroup has nothing to do until the first tile's weights are there.
-    if (kHalf == 1 && p.o_accum == nullptr)
-      load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) - kWarpgroupThreads, shared.sink,
-                           shared.rotation);
-
+    Barriers& barriers = shared.barriers;
     Softmax softmax;
-    float o[kBlocks][kRegs] = {};
     int stage = 0;
     uint32_t phase = 0;
     for (int tile = w.range.begin; tile < w.range.end; ++tile) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared.full[stage]), phase);
-      if constexpr (kHalf == 0) {
-        float s[kRegs] = {};
-        compute_scores(s, shared, stage);
-        softmax.update(s, place, shared, stage, p.scale_log2);
-      }
-      consumers_meet();
-      add_values<kHalf>(o, place, shared, stage, tile == w.range.begin);
-      __syncwarp();
-      if (elected) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[stage]));
+      float s[kRegs] = {};
+      compute_scores(s, shared, stage, phase);
+      softmax.measure(s, place, shared, stage, p.scale_log2);
+      ptx::mbarrier_arrive(ptx::shared_address(&barriers.decay_full[stage]));
+
+      softmax.weigh(s);
+      ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_empty), stage ^ 1);
+      store_weights(s, place, shared);
+      ptx::mbarrier_arrive(ptx::shared_address(&barriers.weights_full));
       stage ^= 1;
       phase ^= stage == 0;
     }
+    softmax.finish(place, shared, stage);
+  }
 
-    if constexpr (kHalf == 0) softmax.finish(place, shared);
-    consumers_meet();  // the keys are no longer needed
-    stage_results<kHalf>(o, place, reinterpret_cast<float*>(shared.keys));
+  // Leaves the results in shared memory.
+  __device__ __forceinline__ static void attend_values(const DecodeParams& p, const Work& w, Shared& shared) {
+    const Place place = my_place();
+    Barriers& barriers = shared.barriers;
+    if (p.o_accum == nullptr)
+      load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.sink,
+                           shared.rotation);
+
+    float o[kChannelBlocks][kRegs] = {};  // the first tile's decay is 0
+    int stage = 0;
+    uint32_t phase = 0;
+    for (int tile = w.range.begin; tile < w.range.end; ++tile) {
+      ptx::mbarrier_wait(ptx::shared_address(&barriers.full[stage][0]), phase);
+      ptx::mbarrier_wait(ptx::shared_address(&barriers.full[stage][1]), phase);
+      ptx::mbarrier_wait(ptx::shared_address(&barriers.decay_full[stage]), phase);
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        const float2 decay = *reinterpret_cast<const float2*>(&shared.decay[stage][8 * j + place.column]);
+#pragma unroll
+        for (int block = 0; block < kChannelBlocks; ++block) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) o[block][4 * j + i] *= i % 2 == 0 ? decay.x : decay.y;
+        }
+      }
+      ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_full), stage);
+      ptx::fence_proxy_async();
+      add_values(o, shared, stage);
+      wgmma_wait<1>(o[0]);
+      ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[stage][0]));
+      wgmma_wait<0>(o[0]);
+#pragma unroll
+      for (int block = 1; block < kChannelBlocks; ++block) pin(o[block]);
+      ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[stage][1]));
+      ptx::mbarrier_arrive(ptx::shared_address(&barriers.weights_empty));
+      stage ^= 1;
+      phase ^= stage == 0;
+    }
+    // All warps are done with the last tile: keys are no longer needed.
+    ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_empty), stage ^ 1);
+    stage_results(o, place, reinterpret_cast<float*>(shared.keys));
   }
 };
 

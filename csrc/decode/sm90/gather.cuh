@@ -1,9 +1,10 @@
 // The gathering warpgroups: index lists -> rows of the cache -> bf16 tiles in shared memory.
 //
-// A warp has 8 keys of every tile, 4 lanes a key. One load instruction takes 64 consecutive bytes of each of its 8
-// rows: nine of them are a row, the first seven one scale group each, the last two the RoPE part. The registers of a
-// load are reused at once: as soon as chunk j of this tile has been read out of them, chunk j of the next tile is on
-// its way into them, so a whole tile is in flight all the time.
+// A warp has 8 keys of every tile, 4 lanes a key. One copy instruction takes 64 consecutive bytes of each of its 8
+// rows: nine of them are a row, the first seven one scale group each, the last two the RoPE part. Raw chunks come
+// through a ring in shared memory of which every thread has its own 16 bytes a slot, so no barrier guards it: as soon
+// as a chunk has been read, the one kRing further on, of this tile or of the next, is on its way into its slot. (Loads
+// into registers cannot do this: the assembler waits for all loads that a loop carries into its next round at once.)
 #pragma once
 
 #include <cstdint>
@@ -21,25 +22,7 @@ inline constexpr int kChunkBytes = kLanesPerKey * 16;  // of a row, a load instr
 inline constexpr int kChunks = V4Layout::kDataBytes / kChunkBytes;
 static_assert(kChunks == 9 && kChunkBytes == kQuantGroup && kKeysPerWarp * (kGatherThreads / 32) == kTileKeys);
 
-// PTX ISA, "ld.global": 16 and 8 bytes; zeros, and no access, if not wanted. L1 is left alone: a row is used once. Not
-// ".nc": the assembler moves such loads across __syncwarp, see gather().
-__device__ __forceinline__ uint4 ld_row_if(bool wanted, const uint8_t* address) {
-  uint4 v;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@p ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(address), "r"(static_cast<int>(wanted))
-      : "memory");
-  return v;
-}
+// PTX ISA, "ld.global": 8 bytes; zeros, and no access, if not wanted.
 __device__ __forceinline__ uint2 ld_scales_if(bool wanted, const uint8_t* address) {
   uint2 v;
   asm volatile(
@@ -132,16 +115,18 @@ __device__ __forceinline__ void multiply_shared(uint32_t address, uint32_t facto
 template <typename Shared>
 __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block, const Lengths& lengths_at,
                                        const Guess& guess, Shared& shared) {
+  constexpr int kRing = Shared::kRing;
   const int first_guessed = ld_int(guess.at[0]);
   const RowLengths lengths = load(lengths_at);
   const int second_guessed = ld_int(guess.at[1]);
+  __syncwarp();  // keeps the loads here: left to itself the assembler puts those of the lengths behind the first copies
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = (static_cast<int>(threadIdx.x) - kConsumerThreads) / 32;
   const int part = lane % kLanesPerKey;
   const int key = gather_key();
 
-  // Within a channel block a lane fills two neighbouring 16-byte chunks from its 16 codes, and one from each load of
+  // Within a channel block a lane fills two neighbouring 16-byte chunks from its 16 codes, and one from each copy of
   // the RoPE part. Odd rows take the two halves of the RoPE part in the other order, so that the 8 lanes of a store
   // phase, an even and an odd row, hit all banks.
   const int swizzle = key % 8;
@@ -149,88 +134,135 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
   const int tile_row = key * kRowBytes;
   const uint32_t code_at = static_cast<uint32_t>(tile_row + ((2 * part) ^ swizzle) * 16);
   const uint32_t rope_at = static_cast<uint32_t>(tile_row + ((part + 4 * odd) ^ swizzle) * 16);
-  const int in_row = part * 16;
-  const int rope_in_row = V4Layout::kRopeOffset + odd * kChunkBytes + in_row;
-  const int rope_step = kChunkBytes - 2 * odd * kChunkBytes;
 
-  const auto load_rope = [&](const Row& row, int half) {
-    return ld_row_if(row.attended, row.data + rope_in_row + half * rope_step);
+  // Chunk j of this tile, then of the next, lies in slot j modulo kRing behind that of chunk 0. Nine slots: always the
+  // same ones. Six: chunk 0 of the next tile is half a ring on.
+  static_assert(kRing == kChunks || (kRing == 6 && kChunks % kRing == kRing / 2));
+  constexpr int kPart = kRing == kChunks ? kRing : kRing / 2;
+  uint32_t ring = ptx::shared_address(shared.ring) + (static_cast<int>(threadIdx.x) - kConsumerThreads) * 16;
+  uint32_t other = ring + kPart * kRingSlotBytes;
+  const auto slot_of = [&](int j) {
+    return (kRing == kChunks || j / kPart % 2 == 0 ? ring : other) + static_cast<uint32_t>(j % kPart * kRingSlotBytes);
   };
 
-  // First tile: as guessed, then as the lengths say.
+  const auto my_part_of = [&](const Source& source, int slot) {
+    Row row = locate(source, slot);
+    row.data += part * 16;
+    return row;
+  };
   const int guessed[2] = {guess.at[0] != nullptr ? first_guessed : -1, guess.at[1] != nullptr ? second_guessed : -1};
-  uint4 raw[kChunks];
+  Row row = my_part_of(p.source[guess.keys[0].extra], guessed[0]);
+  Row next = {};
+  const auto fetch = [&](int j, uint32_t slot) {
+    const Row& from = j < kChunks ? row : next;
+    const int chunk = j % kChunks;
+    const uint8_t* at = from.data + chunk * kChunkBytes;
+    if (chunk == kNumScales) at += odd * kChunkBytes;
+    if (chunk == kNumScales + 1) at -= odd * kChunkBytes;
+    ptx::cp_async_16_if(from.attended, slot, at);
+    ptx::cp_async_commit();
+  };
+
+  // The ring's first chunks: as guessed, then as the lengths say. Either way the last kRing groups of copies are those
+  // of the right row.
   uint2 scales;
-  const auto load_row = [&](const Row& row) {
+  const auto begin_row = [&] {
     scales = ld_scales_if(row.attended, row.scales);
 #pragma unroll
-    for (int j = 0; j < kNumScales; ++j) raw[j] = ld_row_if(row.attended, row.data + in_row + j * kChunkBytes);
-    raw[7] = load_rope(row, 0);
-    raw[8] = load_rope(row, 1);
+    for (int j = 0; j < kRing; ++j) fetch(j, slot_of(j));
   };
-  const Row likely = locate(p.source[guess.keys[0].extra], guessed[0]);
-  load_row(likely);
+  begin_row();
   const Work w = my_work(p, block, lengths_at, lengths);
-  if (w.range.empty()) return false;
+  if (w.range.empty()) {
+    ptx::cp_async_wait();
+    return false;
+  }
   const int slot = first_slot(p, w, guess, 0, guessed[0], key);
   const bool extra = w.range.begin >= w.row.main_blocks;
-  bool attended = likely.attended;
-  if (slot != guessed[0] || extra != guess.keys[0].extra) {
-    const Row row = locate(p.source[extra], slot);
-    attended = row.attended;
-    load_row(row);
+  if (__any_sync(0xffffffffu, slot != guessed[0] || extra != guess.keys[0].extra)) {
+    row = my_part_of(p.source[extra], slot);
+    ptx::cp_async_wait();  // the guessed row lands in the same slots
+    begin_row();
   }
   int next_slot = first_slot(p, w, guess, 1, guessed[1], key);
+  ptx::cp_async_wait_but<kRing - 1>();
+  uint4 raw = ptx::ld_shared(slot_of(0));
 
   int stage = 0;
   uint32_t phase = 0;
   for (int tile = w.range.begin; tile < w.range.end; ++tile) {
-    const Row next = locate(p.source[tile + 1 >= w.row.main_blocks], next_slot);
-    next_slot = load_slot(p, w, tile + 2, key);
+    // The vote is here, not where its result is used, because the assembler has one scoreboard for all loads that a
+    // loop carries into its next round: the last round's scales are to be waited for before this round's loads start.
     const uint2 now = scales;
-    ptx::mbarrier_wait(ptx::shared_address(&shared.empty[stage]), phase ^ 1);
+    const bool large_scale = __any_sync(0xffffffffu, has_large_scale(now));
+    next = my_part_of(p.source[tile + 1 >= w.row.main_blocks], next_slot);
+    next_slot = load_slot(p, w, tile + 2, key);
     scales = ld_scales_if(next.attended, next.scales);
 
     const uint32_t keys_at = ptx::shared_address(shared.keys[stage]);
     const uint32_t even_chunk = keys_at + code_at;
     const uint32_t odd_chunk = keys_at + (code_at ^ 16);
+    const uint32_t rope_block = keys_at + kNumScales * kBlockBytes;
+
+    // Chunk j is in registers, so its slot is free: asks for the next chunk there, and reads chunk j + 1. All that
+    // before a wait for room in the tile.
+    const auto advance = [&](int j) {
+      fetch(j + kRing, slot_of(j));
+      ptx::cp_async_wait_but<kRing - 1>();
+      raw = ptx::ld_shared(slot_of(j + 1));
+    };
+    const auto hand_over = [&](int half) {
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.barriers.full[stage][half]));
+    };
+
     uint32_t nan = 0;
 #pragma unroll
-    for (int j = 0; j < kNumScales; ++j) {
-      const uint4 codes = raw[j];
-      nan |= nan_codes(codes.x) | nan_codes(codes.y) | nan_codes(codes.z) | nan_codes(codes.w);
-      const uint32_t scale = scale_pair(min(scale_byte(now, j), kLargestSingleScale));
-      ptx::st_shared(even_chunk + j * kBlockBytes, dequantise(codes.x, codes.y, scale));
-      ptx::st_shared(odd_chunk + j * kBlockBytes, dequantise(codes.z, codes.w, scale));
-      raw[j] = ld_row_if(next.attended, next.data + in_row + j * kChunkBytes);
-      __syncwarp();  // keeps the load here: left to itself the assembler gathers all of them at the end of the tile
-    }
-    const uint32_t rope_block = keys_at + kNumScales * kBlockBytes;
-    ptx::st_shared(rope_block + rope_at, raw[7]);
-    raw[7] = load_rope(next, 0);
-    ptx::st_shared(rope_block + (rope_at ^ 64), raw[8]);
-    raw[8] = load_rope(next, 1);
-
-    if (has_large_scale(now)) {
-#pragma unroll 1
-      for (int j = 0; j < kNumScales; ++j) {
-        const uint32_t e = scale_byte(now, j);
-        if (e <= kLargestSingleScale) continue;
-        multiply_shared(even_chunk + j * kBlockBytes, second_scale_pair(e));
-        multiply_shared(odd_chunk + j * kBlockBytes, second_scale_pair(e));
+    for (int half = 0; half < 2; ++half) {
+      constexpr int kMiddle = kChannelBlocks / 2;
+      const int begin = half * kMiddle, end = half == 0 ? kMiddle : kNumScales;
+#pragma unroll
+      for (int j = begin; j < end; ++j) {
+        const uint4 codes = raw;
+        const uint32_t scale = scale_pair(min(scale_byte(now, j), kLargestSingleScale));
+        const uint4 even = dequantise(codes.x, codes.y, scale), odd = dequantise(codes.z, codes.w, scale);
+        advance(j);
+        if (j == begin) ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.empty[stage][half]), phase ^ 1);
+        ptx::st_shared(even_chunk + j * kBlockBytes, even);
+        ptx::st_shared(odd_chunk + j * kBlockBytes, odd);
+        nan |= nan_codes(codes.x) | nan_codes(codes.y) | nan_codes(codes.z) | nan_codes(codes.w);
       }
+      if (large_scale) {
+#pragma unroll 1
+        for (int j = begin; j < end; ++j) {
+          const uint32_t e = scale_byte(now, j);
+          if (e <= kLargestSingleScale) continue;
+          multiply_shared(even_chunk + j * kBlockBytes, second_scale_pair(e));
+          multiply_shared(odd_chunk + j * kBlockBytes, second_scale_pair(e));
+        }
+      }
+      if (half == 0) hand_over(0);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 values = raw;
+      advance(kNumScales + i);
+      ptx::st_shared(rope_block + (rope_at ^ (64 * i)), values);
     }
     if ((nan & 0x80808080u) != 0) ptx::st_shared(rope_block + rope_at, kNanPair);
-
-    const uint32_t attended_keys = __ballot_sync(0xffffffffu, attended);
+    const uint32_t attended_keys = __ballot_sync(0xffffffffu, row.attended);
     if (lane == 0) shared.attended[stage][warp] = attended_keys;
-    attended = next.attended;
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.full[stage]));
+    hand_over(1);
+
+    row = next;
+    if (kRing != kChunks) {
+      const uint32_t swap = ring;
+      ring = other;
+      other = swap;
+    }
     stage ^= 1;
     phase ^= stage == 0;
   }
+  ptx::cp_async_wait();
   return true;
 }
 

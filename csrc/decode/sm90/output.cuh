@@ -35,7 +35,7 @@ __device__ __forceinline__ float* o_of(const DecodeParams& p, const Part& w, int
 }
 
 // values: [heads][pitch]. unit, total: of each head; its weights are in units of 2^unit. Warps warp, warp + warps, ...
-// take a head each.
+// take a head each. Without a weight the values do not count: 0 times an infinite key is NaN.
 __device__ __forceinline__ void write_partials(const DecodeParams& p, const Part& w, const float* values, int pitch,
                                                const float* unit, const float* total, int warp, int warps) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_partials(const DecodeParams& p, const Part
     const float4* from = reinterpret_cast<const float4*>(values + head * pitch);
 #pragma unroll
     for (int i = 0; i < kHeadDim / 128; ++i) {
-      const float4 v = from[32 * i + lane];
+      const float4 v = empty ? float4{} : from[32 * i + lane];
       o[32 * i + lane] = make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse);
     }
   }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void write_outputs(const CombineParams& p, const Part
     for (int group = 0; group < finish::kGroups; ++group) {
       const int channel = group * finish::kGroupChannels + lane * finish::kVec;
       const finish::Place place = {w.token, w.first_head + head, group, lane, channel};
-      const float4 v = *reinterpret_cast<const float4*>(values + head * pitch + channel);
+      const float4 v = empty ? float4{} : *reinterpret_cast<const float4*>(values + head * pitch + channel);
       float x[finish::kVec] = {v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse};
       if (!empty) {
         finish::Rotation turn = {};

@@ -64,21 +64,37 @@ SGL_DSV4_HOST_DEVICE constexpr uint64_t descriptor_step(int bytes) {
 // pitch of 8 words modulo the 32 banks suits stores of two columns by four lanes, eight rows at a time.
 inline constexpr int kResultPitch = kHeadDim + 8;
 
+// The ring of raw rows: each gathering thread has its own 16 bytes of every slot.
+inline constexpr int kRingSlotBytes = 256 * 16;
+
+// mbarriers. A tile has two halves of 256 channels. Parities: of full, empty and decay_full that of the stage's use, of
+// the others that of the tile, which is its stage.
+struct Barriers {
+  uint64_t full[kStages][2];
+  uint64_t empty[kStages][2];
+  uint64_t decay_full[2];
+  uint64_t weights_full;
+  uint64_t weights_empty;
+};
+
 struct alignas(1024) SharedMemory {
+  static constexpr int kRing = 6;  // slots
+  static constexpr int kValueThreads = 256;
+
   uint8_t q[kTileBytes];              // 64 heads; heads past the last are zeros
   uint8_t keys[kStages][kTileBytes];  // 64 keys each; keys that are not attended are zeros. Later, results
-  uint8_t weights[2][kBlockBytes];    // P of the even and of the odd tiles, 64 heads x 64 keys of bf16
-  float decay[2][kTileHeads];         // what O is multiplied by before P V is added
-  float unit[kTileHeads];             // log2 of what weights were divided by in the last tile
-  float total[kTileHeads];            // sum of weights, in that unit
+  uint8_t weights[kBlockBytes];       // P of a tile, 64 heads x 64 keys of bf16
+  uint8_t ring[kRing][kRingSlotBytes];
+  float decay[2][kTileHeads];  // what O is multiplied by before P V is added, even and odd tiles
+  float unit[kTileHeads];      // log2 of what weights were divided by in the last tile
+  float total[kTileHeads];     // sum of weights, in that unit
   float sink[kTileHeads];
   float rotation[kRopeDim];                   // (cos, sin) of the row's position
   uint32_t attended[kStages][kTileKeys / 8];  // word w: bit 4 i belongs to key 8 w + i
-  uint64_t full[kStages];                     // mbarriers
-  uint64_t empty[kStages];
+  Barriers barriers;
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
-static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + 2 * kBlockBytes);
+static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + kBlockBytes);
 
 // The same for few heads, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four pairs
 // of heads.
@@ -86,18 +102,21 @@ inline constexpr int kFewResultPitch = kHeadDim + 4;
 
 template <int kHeads>
 struct alignas(1024) FewHeadsSharedMemory {
+  static constexpr int kRing = 9;
+  static constexpr int kValueThreads = 128;
+
   uint8_t keys[kStages][kTileBytes];
   uint8_t q[kHeads * kHeadDim * 2];
-  uint8_t weights[2][kHeads * kTileKeys * 2];
+  uint8_t weights[kHeads * kTileKeys * 2];
+  uint8_t ring[kRing][kRingSlotBytes];
   float decay[2][kHeads];
-  float warp_values[4][kHeads];  // maxima of a tile, at the end sums, of each warp's keys
+  alignas(16) float warp_values[2][kHeads][4];  // maxima of a tile, at the end sums, of each warp's keys
   float unit[kHeads];
   float total[kHeads];
   float sink[kHeads];
   float rotation[kRopeDim];
   uint32_t attended[kStages][kTileKeys / 8];
-  uint64_t full[kStages];
-  uint64_t empty[kStages];
+  Barriers barriers;
 };
 static_assert(sizeof(FewHeadsSharedMemory<32>) <= 227 * 1024);
 

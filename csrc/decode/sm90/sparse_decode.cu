@@ -1,30 +1,41 @@
 // The Hopper decode kernels, warp-specialised: a block has one row, one split and 64 heads (attend.cuh), or 8, 16 or 32
 // (few_heads.cuh).
 //
-//   index lists -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys -> 2 consuming warpgroups -> results
+//   index lists -> cp.async ring -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys
+//   keys -> 1 warpgroup: scores, softmax -> weights, decay -> 2 warpgroups (few heads: 1): O = O decay + P V
 //   results in shared memory -> all warps -> partials, or with one split the epilogue and the outputs
 //
-// barrier          who arrives                   what becomes true
-// full[stage]      the 8 gathering warps         the tile and its attended keys lie in keys[stage]
-// empty[stage]     the 8 consuming warps         all products that read keys[stage] are done
-// kConsumersMeet   both consuming warpgroups     Q is in shared memory; a tile's P and decay are; keys are not needed
-// again kScoresMeet      warpgroup 0, few heads        every warp's maxima of the tile are in shared memory
+// barrier           who arrives             what becomes true
+// full[stage][h]    gathering threads       half h of the tile's channels is in keys[stage]; h = 1: attended too
+// empty[stage][h]   128 value threads       all products that read half h of keys[stage] are done
+// decay_full[i]     scoring threads         decay[i] is that of the tile in keys[i]
+// weights_full      scoring threads         the tile's P is in shared memory
+// weights_empty     all value threads       its decay has been read, and all products with its P are done
+// kConsumersMeet    warpgroups 0 and 1      Q, normalised and rotated, is in shared memory
+// kScoresMeet       warpgroup 0, few heads  every warp's maxima of the tile, at the end sums, are in shared memory
+// kRoleEnds + w     warpgroup w, not 2, 3   its warps are done with their role, and may give registers back
+// __syncthreads     all                     results, sums and units are in shared memory, registers given back
 //
-// Shared memory at 64 heads, of 227 KiB: Q 64, two tiles 128, P 16, and 1 for barriers, decay, masks. At 32 heads: two
-// tiles 128, Q 32, P 8. Registers of a thread at 64 heads: O 128, scores 32: 192 in warpgroup 0, 160 in warpgroup 1; a
-// quarter of a raw row 36, and where it goes and where the next one lies: 80 in the gathering warpgroups.
+// Every thread arrives: what it stored is then ordered before the end of the phase without a barrier of its warp. What
+// ordinary stores left for wgmma, the threads that issue wgmma fence, after their wait: the gathering threads' fence
+// would include their own accesses under way.
 //
-// Nanoseconds a key and SM at 1.98 GHz, predicted before the code was written, and measured on an H200 by leaving
-// stages out (rows of 8320 keys, unsplit, one a SM):
-//                          predicted                                              measured at 64, 32, 16 heads a block
-//   device memory          18   584 bytes at 4.27 TB/s over 132 SMs
-//   gather, random rows    24   measured alone, 256 threads, a whole tile in flight       34      25     25
-//   conversion             11   8 integer instructions for 4 codes, half rate             16      14     15
-//   tensor cores           16   Q K^T and P V, 16 cycles each
-//   shared memory          17   tile written 4, read 8 + 8, Q 8, P 4 cycles
-//   a tile's chain         22   S, weights, P V one after another                         28      24     19
-//   all                    24 to 30                                                       45      34     30
-// The chain is as long as predicted, 24 % more; the gather is not, and the two do not hide each other fully.
+// Shared memory at 64 heads, of 227 KiB: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, decay, masks. At 32
+// heads: two tiles 128, Q 32, P 4, ring 36. Registers of a thread at 64 heads: O 128 of 160 in a value warpgroup,
+// scores 32 of 64 in the scoring one, 48 in a gathering one.
+//
+// Nanoseconds a key and SM on an H200, rows of 8320 keys, unsplit, one a SM, at 64, 32, 16 heads a block; parts
+// measured by leaving the others out, those of 32 and 16 before the vote in gather():
+//
+//   device memory        18          584 bytes at 4.27 TB/s over 132 SMs
+//   shared memory        22 19 18    tile written 4, ring 9, K 8, V 8, Q 8, 4, 2, P 3 or less, times 128 bytes a cycle
+//   tensor cores         16          Q K^T and P V
+//   gather, conversion   19 23 22    measured
+//   scores to P V        28 23 18    measured
+//   all                  34 31 30    measured
+//
+// What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2200 cycles at 64 heads),
+// scored (1500 to 2000, shared memory is contended), weighed (1300) and added (1000) before it can be filled again.
 #include <atomic>
 
 #include "common/launch.h"
@@ -49,19 +60,16 @@ struct Start {
 
 // Barriers and addresses, then the previous kernel's end.
 template <typename Shared>
-__device__ __forceinline__ Start begin(const DecodeParams& p, int block_heads, Shared& shared) {
+__device__ __forceinline__ Start begin(const DecodeParams& p, int block_heads, int warpgroup, Shared& shared) {
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), kGatherThreads / 32);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), kConsumerThreads / 32);
-    }
+    init_barriers(shared);
     ptx::mbarrier_init_fence();
   }
   Start start;
   start.part = my_part(p, block_heads);
   start.lengths = find_lengths(p, start.part);
-  if (threadIdx.x >= kConsumerThreads) {
+  if (gathers(warpgroup)) {
     start.guess = guess_keys(p, start.part);
     for (const int32_t*& at : start.guess.at) ptx::keep(at);
   }
@@ -71,55 +79,61 @@ __device__ __forceinline__ Start begin(const DecodeParams& p, int block_heads, S
   return start;
 }
 
-// By all warps. `any`: the block has keys.
-template <typename Shared>
-__device__ __forceinline__ void write_results(const DecodeParams& p, bool any, int block_heads, int pitch,
+// The end of a role that does not gather. PTX ISA, "setmaxnreg": between two of them the warps of a warpgroup meet.
+template <int kRegisters>
+__device__ __forceinline__ void end_role(int warpgroup) {
+  ptx::bar_sync(kRoleEnds + warpgroup, kWarpgroupThreads);
+  ptx::setmaxnreg_dec<kRegisters>();
+}
+
+// By all of the block's `threads` threads. `any`: the block has keys. All have the registers of a gathering warpgroup,
+// and get back the kRegisters that they were launched with.
+template <int kRegisters, typename Shared>
+__device__ __forceinline__ void write_results(const DecodeParams& p, bool any, int block_heads, int threads, int pitch,
                                               const Shared& shared) {
   const Part part = my_part(p, block_heads);
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = threads / 32;
   if (!any) {
-    write_empty(p, part, warp, kThreads / 32);
+    write_empty(p, part, warp, warps);
     return;
   }
   __syncthreads();
+  ptx::setmaxnreg_inc<kRegisters>();
   const float* results = reinterpret_cast<const float*>(shared.keys);
   if (p.o_accum != nullptr) {
-    write_partials(p, part, results, pitch, shared.unit, shared.total, warp, kThreads / 32);
+    write_partials(p, part, results, pitch, shared.unit, shared.total, warp, warps);
   } else {
-    write_outputs(p.finish, part, results, pitch, shared.unit, shared.total, shared.sink, shared.rotation, warp,
-                  kThreads / 32);
+    write_outputs(p.finish, part, results, pitch, shared.unit, shared.total, shared.sink, shared.rotation, warp, warps);
   }
-}
-
-__device__ __forceinline__ int my_warpgroup() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
 }
 
 // ---- 64 heads a block ----
 
-__global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(shared_bytes);
-  const Start start = begin(p, kTileHeads, shared);
   const int warpgroup = my_warpgroup();
+  const Start start = begin(p, kTileHeads, warpgroup, shared);
   bool any;
-  if (warpgroup >= 2) {
+  if (gathers(warpgroup)) {
     ptx::setmaxnreg_dec<kGatherRegisters>();
     any = gather(p, start.part, start.lengths, start.guess, shared);
-  } else if (warpgroup == 0) {
-    ptx::setmaxnreg_inc<kScoreRegisters>();
-    const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
-    any = !w.range.empty();
-    if (any) attend<0>(p, w, shared);
-    ptx::setmaxnreg_dec<kGatherRegisters>();
   } else {
-    ptx::setmaxnreg_inc<kValueRegisters>();
     const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
     any = !w.range.empty();
-    if (any) attend<1>(p, w, shared);
-    ptx::setmaxnreg_dec<kGatherRegisters>();
+    if (any && warpgroup < 2) provide_q<kTileHeads>(p, w, ptx::shared_address(shared.q));
+    if (warpgroup == 0) {
+      ptx::setmaxnreg_dec<kScoreRegisters>();
+      if (any) attend_scores(p, w, shared);
+      end_role<kGatherRegisters>(warpgroup);
+    } else {
+      ptx::setmaxnreg_inc<kValueRegisters>();
+      if (any && warpgroup == 1) attend_values<0>(p, w, shared);
+      if (any && warpgroup == 4) attend_values<1>(p, w, shared);
+      end_role<kGatherRegisters>(warpgroup);
+    }
   }
-  write_results(p, any, kTileHeads, kResultPitch, shared);
+  write_results<kLaunchRegisters>(p, any, kTileHeads, kTileThreads, kResultPitch, shared);
 }
 
 // ---- 8, 16 or 32 heads a block ----
@@ -128,40 +142,42 @@ template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1) few_heads_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<FewHeadsSharedMemory<kHeads>*>(shared_bytes);
-  const Start start = begin(p, kHeads, shared);
   const int warpgroup = my_warpgroup();
+  const Start start = begin(p, kHeads, warpgroup, shared);
   bool any;
-  if (warpgroup >= 2) {
+  if (gathers(warpgroup)) {
     ptx::setmaxnreg_dec<kFewGatherRegisters>();
     any = gather(p, start.part, start.lengths, start.guess, shared);
-  } else if (warpgroup == 0) {
-    ptx::setmaxnreg_inc<kFewScoreRegisters>();
-    const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
-    any = !w.range.empty();
-    if (any) FewHeads<kHeads>::template attend<0>(p, w, shared);
-    ptx::setmaxnreg_dec<kFewGatherRegisters>();
   } else {
     const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
     any = !w.range.empty();
-    if (any) FewHeads<kHeads>::template attend<1>(p, w, shared);
-    ptx::setmaxnreg_dec<kFewGatherRegisters>();
+    if (any) provide_q<kHeads>(p, w, ptx::shared_address(shared.q));
+    if (warpgroup == 0) {
+      ptx::setmaxnreg_dec<kFewScoreRegisters>();
+      if (any) FewHeads<kHeads>::attend_scores(p, w, shared);
+    } else {
+      ptx::setmaxnreg_inc<kFewValueRegisters>();
+      if (any) FewHeads<kHeads>::attend_values(p, w, shared);
+      end_role<kFewGatherRegisters>(warpgroup);
+    }
   }
-  write_results(p, any, kHeads, kFewResultPitch, shared);
+  write_results<kFewLaunchRegisters>(p, any, kHeads, kThreads, kFewResultPitch, shared);
 }
 
 // ---- host ----
 
 struct Variant {
   int block_heads;
+  int threads;
   void (*kernel)(DecodeParams);
   size_t shared_bytes;
 };
 
 constexpr Variant kVariants[] = {
-    {8, few_heads_kernel<8>, sizeof(FewHeadsSharedMemory<8>)},
-    {16, few_heads_kernel<16>, sizeof(FewHeadsSharedMemory<16>)},
-    {32, few_heads_kernel<32>, sizeof(FewHeadsSharedMemory<32>)},
-    {kTileHeads, sparse_decode_kernel, sizeof(SharedMemory)},
+    {8, kThreads, few_heads_kernel<8>, sizeof(FewHeadsSharedMemory<8>)},
+    {16, kThreads, few_heads_kernel<16>, sizeof(FewHeadsSharedMemory<16>)},
+    {32, kThreads, few_heads_kernel<32>, sizeof(FewHeadsSharedMemory<32>)},
+    {kTileHeads, kTileThreads, sparse_decode_kernel, sizeof(SharedMemory)},
 };
 
 }  // namespace
@@ -193,7 +209,8 @@ cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStrea
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     p.groups = make_divisor(static_cast<int32_t>(groups));
     p.splits = make_divisor(p.num_splits);
-    return launch_kernel(v.kernel, dim3(static_cast<uint32_t>(blocks)), dim3(kThreads), v.shared_bytes, pdl, stream, p);
+    return launch_kernel(v.kernel, dim3(static_cast<uint32_t>(blocks)), dim3(v.threads), v.shared_bytes, pdl, stream,
+                         p);
   }
   return cudaErrorInvalidValue;
 }
