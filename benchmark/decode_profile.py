@@ -46,6 +46,18 @@ def kernels(trace: Path) -> list[dict]:
     return events
 
 
+def own_times(events: Sequence[dict]) -> list[tuple[str, float]]:
+    """Name and microseconds of each kernel. One that was launched programmatically starts while its predecessor in the
+    stream still runs, and waits for it: its time counts from the predecessor's end."""
+    times, busy = [], {}
+    for event in sorted(events, key=lambda event: event["ts"]):
+        stream = event.get("args", {}).get("stream")
+        begin, end = max(event["ts"], busy.get(stream, 0.0)), event["ts"] + event["dur"]
+        times.append((event["name"], max(0.0, end - begin)))
+        busy[stream] = max(end, begin)
+    return times
+
+
 def summarise(events: Sequence[dict], steps: int) -> dict[str, tuple[float, float]]:
     """Microseconds and launches a step of each group, of "replaced" (our kernels and those that they can replace: all
     groups but "other"), and of "GPU sum" and "wall span" (first start to last end).
@@ -53,10 +65,10 @@ def summarise(events: Sequence[dict], steps: int) -> dict[str, tuple[float, floa
     Kernels of side streams overlap, so the sum may exceed the span.
     """
     table = {group: [0.0, 0] for group in [*GROUPS, "other", "replaced", "GPU sum"]}
-    for event in events:
-        group = group_of(event["name"])
+    for name, us in own_times(events):
+        group = group_of(name)
         for entry in (group, "GPU sum") if group == "other" else (group, "replaced", "GPU sum"):
-            table[entry][0] += event["dur"]
+            table[entry][0] += us
             table[entry][1] += 1
     span = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
     return {
@@ -67,9 +79,9 @@ def summarise(events: Sequence[dict], steps: int) -> dict[str, tuple[float, floa
 def ranking(events: Sequence[dict], steps: int, count: int) -> list[tuple[str, float, float]]:
     """The ``count`` kernels that take most: name, microseconds and launches a step."""
     sums: dict[str, list[float]] = {}
-    for event in events:
-        entry = sums.setdefault(event["name"], [0.0, 0])
-        entry[0] += event["dur"]
+    for name, us in own_times(events):
+        entry = sums.setdefault(name, [0.0, 0])
+        entry[0] += us
         entry[1] += 1
     ranked = sorted(sums.items(), key=lambda item: -item[1][0])[:count]
     return [(name, us / steps, launches / steps) for name, (us, launches) in ranked]

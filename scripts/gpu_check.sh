@@ -235,7 +235,7 @@ if [ "$PART" != 1 ]; then
   if wants decode; then
     piece bench_combine benchmark combine
     piece bench_sparse_decode benchmark sparse_decode
-    piece bench_decode_chain benchmark decode_chain --plot "$OUT_DIR/decode_chain.png"
+    piece bench_decode_chain benchmark decode_chain
   fi
 fi
 

@@ -2,11 +2,13 @@
 
 python scripts/results.py            rewrites docs/results.md, and README.md between the two "figures" comments
 python scripts/results.py --check    exits 1 if that would change anything
+python scripts/results.py --plots    draws sparse_decode.png and decode_chain.png as well; needs torch and matplotlib
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -66,6 +68,8 @@ def decode_table(rows: list[Row], kind: str = "warm") -> list[str]:
     """A line for each number of rows, a cell "ours / FlashMLA" for each head count."""
     heads = list(dict.fromkeys(row["heads"] for row in rows))
     by_key = {(row["heads"], row["b"]): row for row in rows}
+    if len(by_key) != len(rows):
+        raise ValueError("decode_table: several rows for one cell")
 
     def cell(h: str, b: str) -> str:
         row = by_key.get((h, b))
@@ -135,14 +139,15 @@ def decode_intro(rows: list[Row]) -> list[str]:
     keys = f"{rows[0]['topk']} + {rows[0]['extra']}"
     return [
         f"**Decode** (backend `{rows[0]['backend']}`). {machine(rows[0])}",
-        f"Median us a call in a graph of 20, {keys} keys: **ours / FlashMLA's Hopper kernel** (8 and 16 heads",
-        "padded to 64, as SGLang does).",
+        f"Median us a call in a graph of 20, {keys} keys: **ours / FlashMLA's Hopper kernel** (fewer",
+        "than 64 heads padded to 64, as SGLang does).",
     ]
 
 
 def readme_figures() -> str:
     """What belongs between the two comments of README.md."""
     store, decode = read("norm_rope_store.csv"), read("sparse_decode.csv")
+    decode = [row for row in decode if row["extra"] == decode[0]["extra"]]
     lines = []
     if store:
         lines += [
@@ -157,6 +162,7 @@ def readme_figures() -> str:
         ]
     if decode:
         lines += [*decode_intro(decode), "", *decode_table(decode), ""]
+        lines += ["![time against rows](benchmark/results/h200/sparse_decode.png)", ""]
     return "\n".join(lines or ["Not measured yet."]).rstrip("\n") + "\n"
 
 
@@ -182,7 +188,7 @@ def decode_tables(rows: list[Row]) -> list[str]:
         part = [row for row in rows if row["extra"] == extra]
         for kind in ("warm", "cold"):
             lines += [f"{part[0]['topk']} + {extra} keys, {kind}:", "", *decode_table(part, kind), ""]
-    return lines[:-1]
+    return [*lines, "![time against rows](../benchmark/results/h200/sparse_decode.png)"]
 
 
 def chain_tables(rows: list[Row]) -> list[str]:
@@ -207,8 +213,9 @@ for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, withou
 SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token, medians
 over rounds in the order stock, patched, stock, patched. Spread: the larger interquartile range of the two; a ratio that
 is nearer to 1 than that says nothing. At concurrency 1 the host bounds the step."""
-PROFILE_TEXT = """GPU time of the kernels of a decode step. Kernels that overlap count in full: our combine kernel
-starts early and waits for the decode, so the sums are too high for the patched side."""
+PROFILE_TEXT = """GPU time of the kernels of a decode step. Up to commit 7aa4995 a kernel's wait for the one before it
+counts: our combine starts early and waits for the decode, so the patched sums are too high there. Since then it does
+not."""
 
 
 def results() -> str:
@@ -225,7 +232,18 @@ def results() -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def draw() -> None:
+    """The plots of the decode benchmarks, from their CSV files."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    for name in ("sparse_decode", "decode_chain"):
+        if rows := read(f"{name}.csv"):
+            typed = [row | {key: int(row[key]) for key in ("heads", "topk", "extra", "b")} for row in rows]
+            importlib.import_module(f"bench_{name}").plot(RESULTS / f"{name}.png", typed, rows[0])
+
+
 def main() -> int:
+    if "--plots" in sys.argv[1:]:
+        draw()
     readme = (ROOT / "README.md").read_text()
     before, rest = readme.split(BEGIN)
     _, after = rest.split(END)

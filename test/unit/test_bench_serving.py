@@ -159,6 +159,18 @@ def test_sigterm_ends_the_servers(port, tmp_path):
 # ---- pieces
 
 
+def test_profile_does_not_count_waiting():
+    """A kernel that starts before the one ahead of it in its stream has ended; another stream; one inside another."""
+    kernels = [(7, 0, 10), (7, 2, 12), (8, 3, 4), (7, 13, 1), (7, 20, 5)]
+    events = [{"name": str(i), "ts": ts, "dur": dur, "args": {"stream": s}} for i, (s, ts, dur) in enumerate(kernels)]
+    assert decode_profile.own_times(reversed(events)) == [("0", 10), ("1", 4), ("2", 4), ("3", 0), ("4", 5)]
+
+
+def test_low_decile():
+    assert bench_serving.low_decile([3.0]) == 3.0
+    assert bench_serving.low_decile([float(i) for i in range(11, 0, -1)]) == 2.0
+
+
 def test_profile_refuses_a_trace_with_a_prefill(tmp_path):
     trace = tmp_path / "t.json"
     trace.write_text('{"traceEvents": [{"cat": "kernel", "name": "sparse_attn_fwd_kernel", "ts": 0, "dur": 1}]}')
