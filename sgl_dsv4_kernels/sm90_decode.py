@@ -70,9 +70,9 @@ COSTS = {8: Cost(1.8, 0.5, 1.7), 16: Cost(2.2, 0.3, 1.84), 32: Cost(3.7, 0.3, 2.
 COMBINE_US = 2.3
 COMBINE_BYTES_PER_US = 3.8e6
 """By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 145
-plans on an H200 (CUDA graphs of 20 calls, 128 + 512 keys, random slots): within 5 %, and the plan that they choose is
-the fastest one measured but for 32 rows (4 % off) and 64 rows (1 %) of 64 heads. Times of 64 heads in us, splits in
-brackets:
+plans on an H200 (CUDA graphs of 20 calls, 128 + 512 keys, random slots): half of the good plans within 3 %, all within
+15 %. The plan that they choose is the fastest one measured but for 32 rows (4 % off) and 64 rows (1 %) of 64 heads.
+Times of 64 heads in us, splits in brackets:
 
 ====================  =========  =========  =========
 heads a block                16         32         64

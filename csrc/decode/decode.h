@@ -19,9 +19,8 @@
 //
 // Epilogue, on fp32 values, in this order:
 //   1. sink factor
-//   2. inverse RoPE of the last 64 channels: pair (2i, 2i + 1) times the conjugate of freqs_cis[position][i]. A
-//   position
-//      outside [0, P) is not looked up: the 64 channels become NaN (not in a row without a live split, which is 0).
+//   2. inverse RoPE of the last 64 channels: pair (2i, 2i + 1) times the conjugate of freqs_cis[position][i]. Outside
+//      [0, P) no position is looked up: the 64 channels become NaN (not in a row without a live split, which is 0).
 //   3. amax [T, h] = max |value| over the 512 channels; NaN if one of them is NaN
 //   4. bf16: one rounding to nearest even. fp8: amax of each group (NaN ignored, infinity counted as the largest finite
 //      value, floor 1e-10) -> scale -> value / scale as e4m3, nearest even, saturating at 448, NaN -> code 0x7f.

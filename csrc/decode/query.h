@@ -12,9 +12,8 @@ namespace sgl_dsv4 {
 
 // What is done to the query of T tokens: norm, rotation, both or neither. Strides in elements.
 struct QueryPrologue {
-  const float*
-      freqs_cis;          // (num_freqs, 64) fp32: 32 (cos, sin) pairs a position, 8-byte aligned; nullptr = no rotation
-  const void* positions;  // (T) int32 or int64; one outside [0, num_freqs) gives NaN in the last 64 values
+  const float* freqs_cis;  // (num_freqs, 64) fp32: 32 (cos, sin) a position, 8-byte aligned; nullptr = no rotation
+  const void* positions;   // (T) int32 or int64; one outside [0, num_freqs) gives NaN in the last 64 values
   int64_t num_freqs;
   int64_t stride_freqs_position;  // even
   int64_t stride_positions_token;

@@ -133,8 +133,8 @@ def model_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if call is not None and call.query is not None and call.query.is_lost():
         raise RuntimeError(
             "sgl_dsv4_kernels: the query's norm and RoPE were left to the decode, and this SGLang then went another "
-            "way than DeepseekV4AttnBackend.forward: the layer's output is wrong. Serve without fused in "
-            "SGL_DSV4_KERNELS."
+            "way than DeepseekV4AttnBackend.forward: the layer's output is wrong. "
+            "SGL_DSV4_KERNELS=store,decode leaves the query to SGLang."
         )
     return result
 

@@ -1,9 +1,9 @@
 """Which decode calls our kernel takes.
 
 The choice is by rows and heads of a step alone, never by layer: the three scheduler-metadata launches of FlashMLA
-(25 us each, once a step) go away only if no layer of the step calls it. Beside that, a call of ours saves the inverse
-RoPE kernel (1.4 to 1.9 us). Both come on top of what follows, FlashMLA's time over ours on an H200, 128 + 512 keys, 8
-to 32 heads padded to 64 for FlashMLA:
+(25 us each, once a step) go away only if no layer of the step calls it. Beside that, a call of ours saves the query's
+norm and RoPE (1.9 to 2.6 us) and the inverse RoPE (1.4 to 1.9 us). All of it comes on top of what follows, FlashMLA's
+time over ours on an H200, 128 + 512 keys, 8 to 32 heads padded to 64 for FlashMLA:
 
     rows                      1     4     8    16    32    64    96   128   256
     sm90      8 heads       2.1   2.2   2.2   2.1   2.1   3.1   2.2   2.2   2.1
@@ -15,14 +15,15 @@ to 32 heads padded to 64 for FlashMLA:
               16            1.6   1.7   1.7   1.2   1.3   1.6
               64            1.6   1.1   0.9   0.8   0.7   0.9
 
-sm90: benchmark/results/h200/sparse_decode.csv, where 1024 extra keys give 0.93 with 128 heads and 96 rows. triton: an
-earlier run.
+sm90: benchmark/results/h200/sparse_decode.csv, where 1024 extra keys give 0.93 with 128 heads and 96 rows. triton:
+measured at commit 84b64e7.
 """
 
 from __future__ import annotations
 
 MOST_ROWS = {8: 512, 16: 512, 32: 512, 64: 512, 128: 64}
-"""Heads of this rank -> most rows that the Hopper kernel takes."""
+"""Heads of this rank -> most rows that the Hopper kernel takes. Up to 64 heads both kernels take time in proportion to
+the rows from 128 on, so twice the measured rows are taken too."""
 
 MOST_ROWS_TRITON = {8: 64, 16: 64, 32: 8, 64: 8, 128: 0}
 """The same for the Triton kernel. 32 and 128 heads are not measured."""

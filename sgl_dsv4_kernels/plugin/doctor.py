@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -156,9 +157,11 @@ def _store_test(device: torch.device) -> tuple[bool, str]:
 
 def _decode_test(device: torch.device) -> tuple[bool, str]:
     """Errors against fp64."""
-    problem = testing_decode.random_problem(4, 16, 128, 512, device=device, seed=3)
-    want = testing_decode.truth(problem)
-    result = dk.sparse_decode(**problem.arguments(), **problem.options)
+    problem = testing_decode.random_problem(4, 16, 128, 512, device=device, seed=3, rope=True)
+    prologue = dict(q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+    query = dk.query_norm_rope(problem.q, norm_eps=prologue["q_norm_eps"], rope=prologue["q_rope"])
+    want = testing_decode.truth(dataclasses.replace(problem, q=query))
+    result = dk.sparse_decode(**problem.arguments(), **problem.options, **prologue)
     error = testing_decode.relative_error(result.out, want.value)
     excess = testing_decode.lse_excess(result.lse, want)
     bound = testing_decode.OUTPUT_BOUND

@@ -151,7 +151,10 @@ class Plugin:
             f"SGL_DSV4_KERNELS={self.options.kernels}",
         ]
         if self.options.wants("fused"):
-            words.insert(-1, f"the query's norm and RoPE {'in our decode' if self.fuses_query else 'by SGLang'};")
+            where = "by SGLang" if not self.fuses_query else "in our decode"
+            if self.fuses_query and not self.padding_trails:
+                where += ", by SGLang where a rank has padded heads"
+            words.insert(-1, f"the query's norm and RoPE {where};")
         if self.options.verify:
             words.append("SGL_DSV4_VERIFY=1 (SGLang's kernels serve, ours are compared)")
         return " ".join(words)

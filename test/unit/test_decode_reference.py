@@ -232,3 +232,28 @@ def test_rows_are_computed_in_chunks(monkeypatch):
     chunked = reference.sparse_decode_partial(problem.q, problem.main, problem.extra, num_splits=2)
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_truncated_sums():
+    """2^24 + 0.75 - 2^24, in sums of 16 channels: the fraction is cut off."""
+    q, keys = torch.zeros(1, 1, 512), torch.zeros(1, 1, 512)
+    q[..., 0], keys[..., 0] = 2.0**12, 2.0**12
+    q[..., 16], keys[..., 16] = 1.0, 0.75
+    q[..., 32], keys[..., 32] = -(2.0**12), 2.0**12
+    assert td.truncated_sums(q, keys).item() == 0.0
+    q[..., 16] = 4.0  # 3: its last bit is cut off
+    assert td.truncated_sums(q, keys).item() == 2.0
+    q[..., 0] = q[..., 32] = 0.0
+    assert td.truncated_sums(q, keys).item() == 3.0
+
+
+@pytest.mark.parametrize("exponents", [(117, 121), (100, 150)])
+def test_lse_slack(exponents):
+    """Small beside the bound of the LSE, whatever the scores; none without keys."""
+    problem = td.random_problem(
+        4, 16, 128, 64, lengths=[128, 3, 0, 40], extra_lengths=[64, 0, 0, 7], exponents=exponents
+    )
+    slack = td.lse_slack(problem)
+    assert slack.shape == (4, 16)
+    assert (slack[2] == 0).all()
+    assert 0 < slack.max() <= td.MOST_SLACK

@@ -94,7 +94,7 @@ def test_the_bits_are_those_without_fused(version, tmp_path):
 
 
 @pytest.mark.parametrize("kernels", ["off", "store", "decode", "store,decode"])
-def test_off_unless_asked_for(sglang, kernels):
+def test_other_kernels_leave_the_query_to_sglang(sglang, kernels):
     install.install(Options(kernels=kernels))
     sglang.apply_hooks()
     World(sglang).step()
@@ -303,7 +303,7 @@ def test_strict_makes_that_an_error(sglang):
 def test_layer_without_a_backend_call_is_an_error(sglang):
     world = start(sglang)
     world.layers[4].backend = type("Other", (), {"forward": lambda self, **kw: kw["q"]})()
-    with pytest.raises(RuntimeError, match="Serve without fused"):
+    with pytest.raises(RuntimeError, match="SGL_DSV4_KERNELS=store,decode"):
         world.attend(4)
     assert attention._model.get() is None
 

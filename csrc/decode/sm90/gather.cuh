@@ -18,7 +18,7 @@ namespace sgl_dsv4::sm90 {
 
 inline constexpr int kLanesPerKey = 4;
 inline constexpr int kKeysPerWarp = 32 / kLanesPerKey;
-inline constexpr int kChunkBytes = kLanesPerKey * 16;  // of a row, a load instruction
+inline constexpr int kChunkBytes = kLanesPerKey * 16;  // of a row, a copy instruction
 inline constexpr int kChunks = V4Layout::kDataBytes / kChunkBytes;
 static_assert(kChunks == 9 && kChunkBytes == kQuantGroup && kKeysPerWarp * (kGatherThreads / 32) == kTileKeys);
 

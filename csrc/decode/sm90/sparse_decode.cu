@@ -13,7 +13,7 @@
 // weights_empty     all value threads       its decay has been read, and all products with its P are done
 // kConsumersMeet    warpgroups 0 and 1      Q, normalised and rotated, is in shared memory
 // kScoresMeet       warpgroup 0, few heads  every warp's maxima of the tile, at the end sums, are in shared memory
-// kRoleEnds + w     warpgroup w, not 2, 3   its warps are done with their role, and may give registers back
+// kRoleEnds + w     warpgroup w             its warps may give registers back (w: 0, 1, 4; few heads: 1)
 // __syncthreads     all                     results, sums and units are in shared memory, registers given back
 //
 // Every thread arrives: what it stored is then ordered before the end of the phase without a barrier of its warp. What
@@ -24,15 +24,15 @@
 // heads: two tiles 128, Q 32, P 4, ring 36. Registers of a thread at 64 heads: O 128 of 160 in a value warpgroup,
 // scores 32 of 64 in the scoring one, 48 in a gathering one.
 //
-// Nanoseconds a key and SM on an H200, rows of 8320 keys, unsplit, one a SM, at 64, 32, 16 heads a block; parts
-// measured by leaving the others out, those of 32 and 16 before the vote in gather():
+// Nanoseconds a key and SM on an H200, unsplit, one row a SM, at 64, 32, 16 heads a block. Parts were measured by
+// leaving the others out; all is what 512 keys more take (128 rows, benchmark/results/h200/sparse_decode.csv):
 //
 //   device memory        18          584 bytes at 4.27 TB/s over 132 SMs
-//   shared memory        22 19 18    tile written 4, ring 9, K 8, V 8, Q 8, 4, 2, P 3 or less, times 128 bytes a cycle
+//   shared memory        23 21 19    tile written 8, ring 9, K 8, V 8, Q 8, 4, 2, P 5 or less, times 128 bytes a cycle
 //   tensor cores         16          Q K^T and P V
-//   gather, conversion   19 23 22    measured
-//   scores to P V        28 23 18    measured
-//   all                  34 31 30    measured
+//   gather, conversion   19          measured
+//   scores to P V        28          measured
+//   all                  35 32 26    measured
 //
 // What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2200 cycles at 64 heads),
 // scored (1500 to 2000, shared memory is contended), weighed (1300) and added (1000) before it can be filled again.
