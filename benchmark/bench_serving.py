@@ -10,13 +10,14 @@ prompts that lie in the prefix cache:
 
 - TPOT: (time of GEN tokens - time of 1 token) / (GEN - 1); the ratio is the median over the rounds of patched / stock;
   the spread is the larger interquartile range of the two servers, in percent of the median. A host that is busy
-  elsewhere only ever adds time: "low" is the lowest tenth of the rounds, which it disturbed least;
+  elsewhere only ever adds time: "low" is the TPOT of the least disturbed requests, from the lowest tenth of the times
+  of GEN tokens and that of the times of 1 token, each by itself (up to 10 rounds: the least of each);
 - throughput: output tokens a second of the GEN-token request;
 - TTFT (--ttft): time to the first streamed token of prompts that are new to the cache, median over requests.
 
 Then a profile of decode steps by kernel group (--profile), in NAME_profile.csv beside the CSV; it needs servers on this
-machine. "replaced" there is the sum of this package's kernels and those that it can replace (q norm and RoPE unless
-SGL_DSV4_KERNELS leaves "fused" out); with tensor parallelism all is rank 0's.
+machine. "replaced" there is the sum of this package's kernels and all those that it can replace, whichever of them
+SGL_DSV4_KERNELS leaves to SGLang; with tensor parallelism all is rank 0's.
 
 Both servers must allow max(concurrency) requests of CTX + GEN + 600 tokens at once (--max-running-requests,
 --cuda-graph-max-bs-decode, --max-total-tokens), and a server profiles its memory while the other one fills the GPU: set
@@ -56,6 +57,11 @@ SIDES = ("stock", "patched")
 LEAST_RUNS = 3
 TTFT_COLUMNS = ("stock_ttft_ms", "patched_ttft_ms", "ttft_ratio")
 COLOURS = {"stock": "#D55E00", "patched": "#0072B2"}
+BAR_COLOURS = (
+    *("#0072B2", "#56B4E9", "#004466", "#009E73"),  # ours: blue and green
+    *("#D55E00", "#E69F00", "#F0E442", "#CC79A7", "#7F3C8D", "#A6761D", "#999999"),
+)
+"""Of decode_profile.GROUPS."""
 
 
 def request_seconds(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> float:
@@ -87,8 +93,13 @@ def spread_percent(values: Sequence[float]) -> float:
 
 
 def low_decile(values: Sequence[float]) -> float:
-    """The 10th percentile."""
-    return statistics.quantiles(values, n=10, method="inclusive")[0] if len(values) > 1 else values[0]
+    """The largest of the lowest tenth of some values, the least of up to 10."""
+    return sorted(values)[(len(values) - 1) // 10]
+
+
+def tpot_ms(one: float, full: float, gen: int) -> float:
+    """Time per output token, from the seconds of 1 token and of ``gen`` tokens."""
+    return (full - one) / (gen - 1) * 1e3
 
 
 def measure(
@@ -96,8 +107,8 @@ def measure(
 ) -> dict[str, object]:
     """One row of the table: all figures of one concurrency, without TTFT."""
     gen, concurrency = args.gen, len(prompts)
-    tpot: dict[str, list[float]] = {side: [] for side in SIDES}
-    rate: dict[str, list[float]] = {side: [] for side in SIDES}
+    ones: dict[str, list[float]] = {side: [] for side in SIDES}
+    fulls: dict[str, list[float]] = {side: [] for side in SIDES}
     for client in clients.values():
         client.generate(prompts, 1)  # into the prefix cache
         client.generate(prompts, gen)  # shapes met for the first time are compiled here
@@ -106,15 +117,16 @@ def measure(
         if done >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
             break
         for side in SIDES if done % 2 == 0 else reversed(SIDES):
-            one, full = (request_seconds(clients[side], prompts, tokens) for tokens in (1, gen))
-            tpot[side].append((full - one) / (gen - 1) * 1e3)
-            rate[side].append(concurrency * gen / full)
+            for times, tokens in ((ones, 1), (fulls, gen)):
+                times[side].append(request_seconds(clients[side], prompts, tokens))
+    tpot = {side: [tpot_ms(*pair, gen) for pair in zip(ones[side], fulls[side], strict=True)] for side in SIDES}
+    rate = {side: [concurrency * gen / full for full in fulls[side]] for side in SIDES}
     row: dict[str, object] = {"concurrency": concurrency, "rounds": len(tpot["stock"])}
     for side in SIDES:
         row[f"{side}_tpot_ms"] = round(statistics.median(tpot[side]), 5)
     row["tpot_ratio"] = round(statistics.median(p / s for s, p in zip(*(tpot[side] for side in SIDES), strict=True)), 4)
     for side in SIDES:
-        row[f"{side}_tpot_low_ms"] = round(low_decile(tpot[side]), 5)
+        row[f"{side}_tpot_low_ms"] = round(tpot_ms(low_decile(ones[side]), low_decile(fulls[side]), gen), 5)
     row["tpot_low_ratio"] = round(row["patched_tpot_low_ms"] / row["stock_tpot_low_ms"], 4)
     row["tpot_spread_percent"] = round(max(spread_percent(tpot[side]) for side in SIDES), 2)
     for side in SIDES:
@@ -187,7 +199,7 @@ def plot(path: Path, rows: Sequence[dict], profile_rows: Sequence[dict], title: 
         (concurrency, side) for concurrency in sorted({row["concurrency"] for row in profile_rows}) for side in SIDES
     ]
     left = [0.0] * len(cases)
-    for number, group in enumerate(decode_profile.GROUPS):
+    for colour, group in zip(BAR_COLOURS, decode_profile.GROUPS, strict=True):
         us = {
             (r["concurrency"], side): r[f"{side}_us_per_step"]
             for r in profile_rows
@@ -196,13 +208,13 @@ def plot(path: Path, rows: Sequence[dict], profile_rows: Sequence[dict], title: 
         }
         widths = [us[case] for case in cases]
         if any(widths):
-            bars.barh(range(len(cases)), widths, left=left, color=f"C{number}", label=group)
+            bars.barh(range(len(cases)), widths, left=left, color=colour, label=group)
             left = [a + b for a, b in zip(left, widths, strict=True)]
     bars.set_yticks(range(len(cases)), [f"{side}, {concurrency}" for concurrency, side in cases])
     bars.invert_yaxis()
     bars.set(title="attention kernels, theirs and ours", xlabel="us per decode step")
     if cases:
-        figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=10, fontsize=7)
+        figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=7)
     figure.suptitle(title, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -1,6 +1,6 @@
-"""Time of the sparse decode beside FlashMLA's Hopper kernel, split counts apart.
+"""Time of the sparse decode, as it splits by itself and at the counts of --splits, beside FlashMLA's Hopper kernel.
 
-    python benchmark/bench_sparse_decode.py --csv sparse_decode.csv --plot sparse_decode.png
+    python benchmark/bench_sparse_decode.py --csv sparse_decode.csv
     python benchmark/bench_sparse_decode.py --b 1 8 --heads 8 64 --topk 128 --extra 512 1024 --splits 1 4 8
 
 Two V4 caches (pages of 256 and 64 tokens) of random rows, random slots, full lengths, a sink, bf16 output. Peers:
@@ -93,7 +93,10 @@ def roofline_us(b: int, heads: int, keys: int) -> tuple[float, float, float]:
 
 
 def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
-    """Warm time against b, auto and FlashMLA, a panel per head count, a colour per extra key count."""
+    """Warm time against b, auto and FlashMLA, a panel per head count, a colour per extra key count.
+
+    Called by scripts/results.py --plots.
+    """
     heads = sorted({row["heads"] for row in rows})
     figure = new_figure(figsize=(3.6 * len(heads), 3.6), layout="constrained")
     axes = figure.subplots(1, len(heads), squeeze=False, sharey=True)[0]
@@ -137,7 +140,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=200_000, help="of each cache")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--csv", type=Path, metavar="PATH")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="PNG")
     return parser.parse_args()
 
 
@@ -202,8 +204,6 @@ def main() -> int:
                 )
     if args.csv:
         write_csv(args.csv, rows)
-    if args.plot:
-        plot(args.plot, rows, facts)
     return 0
 
 

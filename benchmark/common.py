@@ -194,7 +194,7 @@ def new_figure(**options):
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit("--plot needs matplotlib (pip install matplotlib)")
+        sys.exit("a plot needs matplotlib (pip install matplotlib)")
     matplotlib.rcParams.update(
         {
             "font.size": 9,

@@ -59,8 +59,9 @@ def own_times(events: Sequence[dict]) -> list[tuple[str, float]]:
 
 
 def summarise(events: Sequence[dict], steps: int) -> dict[str, tuple[float, float]]:
-    """Microseconds and launches a step of each group, of "replaced" (our kernels and those that they can replace: all
-    groups but "other"), and of "GPU sum" and "wall span" (first start to last end).
+    """Microseconds and launches a step of each group, of "replaced" (all groups but "other": our kernels and those that
+    they can replace, whichever of them SGL_DSV4_KERNELS leaves to SGLang), and of "GPU sum" and "wall span" (first
+    start to last end).
 
     Kernels of side streams overlap, so the sum may exceed the span.
     """

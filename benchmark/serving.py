@@ -181,8 +181,8 @@ class Server:
         """Whether the whole group has ended within that time."""
         deadline = time.monotonic() + seconds
         while True:
-            self.ended()  # reaps the first process
-            if not self.members():
+            # Reaped, the first process has no thread left that holds its port; a zombie may have.
+            if self.ended() and not self.members():
                 return True
             if time.monotonic() > deadline:
                 return False
@@ -246,8 +246,16 @@ def stop_all(servers: Sequence[Server]) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Make SIGTERM raise SystemExit, so that `finally` ends the servers, which are no part of this process group."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Make SIGTERM raise SystemExit, so that `finally` ends the servers, which are no part of this process group.
+
+    Only the first counts: the copy that `timeout` passes on must not break off that `finally`.
+    """
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def port_is_free(port: int) -> bool:

@@ -7,7 +7,8 @@
 #
 # Tests run in several processes, compute-sanitizer's tools beside them and each other; benchmarks run alone, afterwards.
 #
-# OUT_DIR           where CSV, PNG and summary go (default: benchmark/results/h200), each piece's log in OUT_DIR/logs
+# OUT_DIR           where CSV, PNG and summary go (default: benchmark/results/h200), each piece's log in OUT_DIR/logs.
+#                   The PNG of the store and of the servers, that is: scripts/results.py --plots draws the decode's
 # SGL_DSV4_WHEEL    test this wheel instead of building one
 # SGL_DSV4_COMMIT   what the CSV calls the commit where there is no git
 # TEST_PROCESSES    processes of the tests (default: by cores and GPU memory, at most 6; 1 without pytest-xdist)
@@ -42,6 +43,7 @@ start() {
   rm -f "$LOGS/.$name"
   set -m
   (
+    trap : TERM  # it stays until its command has ended
     begun=$SECONDS
     "$@"
     status=$?
@@ -83,15 +85,22 @@ piece() {  # NAME COMMAND ... : alone
   finish
 }
 
+GRACE=40  # seconds from TERM to KILL: check_serving.py and bench_serving.py end their servers
+
 stop() {
-  local group
-  for group in "${groups[@]}"; do kill -KILL -- "-$group" 2> /dev/null; done
+  local group end=$((SECONDS + GRACE))
+  trap '' INT TERM
+  for group in "${groups[@]}"; do kill -TERM -- "-$group" 2> /dev/null; done
+  for group in "${groups[@]}"; do
+    while kill -0 "$group" 2> /dev/null && [ $SECONDS -lt $end ]; do sleep 0.2; done
+    kill -KILL -- "-$group" 2> /dev/null
+  done
   exit 130
 }
 trap stop INT TERM
 
 # limited SECONDS COMMAND ... : not in a group of its own, so that finish and stop reach what it starts
-limited() { timeout --foreground -k 10 "$@"; }
+limited() { timeout --foreground -k $GRACE "$@"; }
 
 # The line of a piece's log that says most.
 last_words() {
@@ -108,7 +117,7 @@ last_words() {
 build() {  # in a shell of its own: set_up exits where it fails
   (
     set -e
-    VERBOSE_BUILD=1 set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "matplotlib 3.5 matplotlib" "triton 3.6 triton==3.6.0"
+    VERBOSE_BUILD=1 set_up "pytest 7.0 pytest" "hypothesis 6.0 hypothesis" "matplotlib 3.7 matplotlib" "triton 3.6 triton==3.6.0"
     need_optional "pytest_timeout 2.0 pytest-timeout" "pytest_xdist 3.2 pytest-xdist"
     need_optional "nvidia_cuda_sanitizer_api 13.2 nvidia-cuda-sanitizer-api"
     cd "$VENV" && "$PY" -c 'import sgl_dsv4_kernels as dk, torch; print(dk.build_info(), torch.cuda.get_device_name())'
@@ -165,7 +174,7 @@ serving() {  # SCRIPT OPTION ... : ended at the limit, with the servers that it 
   shift
   local models
   read -ra models <<< "$E2E_MODEL"
-  cd "$VENV" && timeout -k 40 "${E2E_SECONDS:-500}" "$PY" "$ROOT/$script" --model "${models[@]}" \
+  cd "$VENV" && limited "${E2E_SECONDS:-500}" "$PY" "$ROOT/$script" --model "${models[@]}" \
     --server-args "${E2E_ARGS:-}" --logs "$LOGS/e2e" "$@" ${E2E_OPTIONS:-}
 }
 
@@ -180,7 +189,7 @@ tp2() {  # CHECKS OPTION ...
 doctors() {  # on each of the two GPUs, at once: SGLang's import takes half a minute
   local gpu status=0 processes=()
   for gpu in 0 1; do
-    CUDA_VISIBLE_DEVICES=$gpu timeout 120 sgl-dsv4 doctor > "$LOGS/.doctor$gpu" 2>&1 &
+    CUDA_VISIBLE_DEVICES=$gpu limited 120 sgl-dsv4 doctor > "$LOGS/.doctor$gpu" 2>&1 &
     processes+=($!)
   done
   for gpu in 0 1; do

@@ -1,9 +1,10 @@
 """The decode kernels once, small: what compute-sanitizer is to watch.
 
-Hopper: every number of heads a block with every output, one block of heads and several, split and unsplit, batch
-invariant, the query kernel first; with programmatic dependent launch and without. Triton: a few of its variants, each
-of which is compiled first. Combine: split counts of each of its variants with every output. Everywhere a second cache,
-short and empty rows. Run it with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocation of its own.
+Hopper: every number of heads a block with every output, one block of heads and several, split and unsplit, the query's
+norm and RoPE in it likewise, batch invariant. The query kernel. Combine: split counts of each of its variants with
+every output. All that with programmatic dependent launch and without. Triton: a few of its variants, each of which is
+compiled first. Everywhere a second cache, short and empty rows. Run it with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that
+each tensor is an allocation of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def sm90(heads: int, block_heads: int) -> None:
         dk.sparse_decode(**main_alone, page_size=problem.main.page_size, num_splits=2, backend="sm90")
         for q in (problem.q, unaligned(problem.q)):
             fused = given | dict(q=q, q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
-            dk.sparse_decode(**fused, num_splits=1)
+            for num_splits in (1, 3):
+                dk.sparse_decode(**fused, num_splits=num_splits)
     dk.sparse_decode(**given, batch_invariant=True)  # as planned
 
 

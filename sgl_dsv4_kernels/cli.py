@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sgl_dsv4_kernels.plugin.options import KERNELS
+
 BENCHMARKS = {
     "store": "bench_norm_rope_store.py",
     "decode": "bench_sparse_decode.py",
@@ -46,11 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         help="start sglang.launch_server with the plugin",
         description="Starts python -m sglang.launch_server; flags that are not named here go to it unchanged.",
     )
-    serve.add_argument(
-        "--dsv4-kernels",
-        choices=("off", "store", "decode", "store,decode", "decode,fused", "all"),
-        help="SGL_DSV4_KERNELS (default: all)",
-    )
+    serve.add_argument("--dsv4-kernels", choices=KERNELS, help="SGL_DSV4_KERNELS (default: all)")
     serve.add_argument("--dsv4-verify", action="store_true", help="SGL_DSV4_VERIFY=1, without CUDA graphs: slow")
     serve.add_argument(
         "--dsv4-strict", action="store_true", help="SGL_DSV4_STRICT=1: an unforeseen fallback is an error"

@@ -433,7 +433,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--vocab", type=int, help="token ids are drawn below this (default: the model's config.json, or 100000)"
     )
     parser.add_argument("--logs", type=Path, help="folder for server logs (default: a temporary one)")
-    parser.add_argument("--output", type=Path, help="file that the lines go to, too")
+    parser.add_argument("--output", type=Path, help="file that the lines go to, too, behind what was run")
     args = parser.parse_args(argv)
     if not args.checks or set(args.checks) - set("abcdetv"):
         parser.error(f"expected --checks among abcdetv, got {args.checks}")
@@ -529,11 +529,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop_all(every)
     failed = [line for line in report.lines if line.startswith("FAILED")]
     seconds = time.monotonic() - begin
-    summary = f"{len(failed)} of {len(report.lines)} checks failed, {seconds:.0f} s, logs in {logs}"
-    print("\n".join(["", *failed, summary]))
+    summary = f"{len(failed)} of {len(report.lines)} checks failed, {seconds:.0f} s"
+    print("\n".join(["", *failed, f"{summary}, logs in {logs}"]))
     if args.output:
         found = run_facts() if torch.cuda.is_available() else {"commit": commit()}
-        about = [", ".join(f"{name} {value}" for name, value in found.items()), f"{' '.join(args.model)} {flags}"]
+        names = " ".join(Path(model).name for model in args.model)
+        about = [
+            ", ".join(f"{name} {value}" for name, value in found.items()),
+            f"{names}, SGL_DSV4_KERNELS={args.kernels}, flags: {flags.strip()}",
+        ]
         args.output.write_text("\n".join([*about, *report.lines, summary]) + "\n")
     return 1 if failed else 0
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -168,7 +169,42 @@ def test_profile_does_not_count_waiting():
 
 def test_low_decile():
     assert bench_serving.low_decile([3.0]) == 3.0
+    assert bench_serving.low_decile([float(i) for i in range(10, 0, -1)]) == 1.0
     assert bench_serving.low_decile([float(i) for i in range(11, 0, -1)]) == 2.0
+
+
+@pytest.mark.parametrize("delayed", [1, 17])
+def test_low_is_of_requests_that_nothing_delayed(monkeypatch, delayed):
+    """1 s and 1 ms a token; in two rounds of three a request takes longer, that of 1 token or the other one."""
+    calls = []
+
+    def seconds(client, prompts, tokens):
+        calls.append(tokens)
+        return 1 + 0.001 * (tokens - 1) + 0.01 * (tokens == delayed and calls.count(tokens) > 2)
+
+    monkeypatch.setattr(bench_serving, "request_seconds", seconds)
+    args = bench_serving.parse(["--model", "x", "--gen", "17", "--runs", "3"])
+    clients = dict.fromkeys(bench_serving.SIDES, types.SimpleNamespace(generate=lambda *_: None))
+    row = bench_serving.measure(clients, [[3]], args)
+    assert row["stock_tpot_low_ms"] == row["patched_tpot_low_ms"] == pytest.approx(1)
+    assert row["tpot_low_ratio"] == 1
+    assert row["patched_tpot_ms"] == pytest.approx(1 + 0.01e3 / 16 * (1 if delayed > 1 else -1))
+
+
+def test_plot_has_a_colour_for_each_group(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = []
+    new_figure = bench_serving.new_figure
+    monkeypatch.setattr(bench_serving, "new_figure", lambda **o: figures.append(new_figure(**o)) or figures[0])
+    row = {"concurrency": 1, "stock_tpot_ms": 2.0, "patched_tpot_ms": 1.0, "tpot_ratio": 0.5}
+    us = {"concurrency": 1, "stock_us_per_step": 1.0, "patched_us_per_step": 1.0}
+    bench_serving.plot(tmp_path / "x.png", [row], [us | {"group": group} for group in decode_profile.GROUPS], "title")
+    bars = figures[0].axes[2].containers
+    assert len({bar.patches[0].get_facecolor() for bar in bars}) == len(bars) == len(decode_profile.GROUPS)
+    (legend,) = figures[0].legends
+    (left, bottom), (right, top) = legend.get_window_extent().get_points()
+    assert 0 <= left < right <= figures[0].bbox.width
+    assert 0 <= bottom < top <= figures[0].bbox.height
 
 
 def test_profile_refuses_a_trace_with_a_prefill(tmp_path):
@@ -268,7 +304,11 @@ def test_check_of_two_ranks_and_two_models(port, tmp_path, capfd):
     models = model_folders(tmp_path, wide=64, narrow=32)
     sizes = "--concurrency 1 4 --ctx 300 --gen 9 --runs 3 --ttft --profile 4 --profile-steps 2"
     options = f"{sizes} --most-replaced 1.0 --csv {tmp_path}/{{model}}.csv"
-    assert check(port, tmp_path, "abtd", "--tp", "2", "--model", *models, "--bench", options) == 0
+    more = ["--bench", options, "--output", str(tmp_path / "found.txt")]
+    assert check(port, tmp_path, "abtd", "--tp", "2", "--model", *models, *more) == 0
+    found = (tmp_path / "found.txt").read_text()
+    assert "\nwide narrow, SGL_DSV4_KERNELS=all, flags: --tp-size 2\nok     (-) wide" in found
+    assert str(tmp_path) not in found
     output = capfd.readouterr().out
     assert "ok     (-) wide, all: every hook active: 2 lines say so, 2 ranks" in output
     for model in ("wide", "narrow"):

@@ -1,8 +1,7 @@
-"""benchmark/bench_decode_chain.py and its table, with the reference in the place of other people's kernels."""
+"""benchmark/bench_decode_chain.py, with the reference in the place of other people's kernels."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -61,24 +60,42 @@ def chain(request):
     return problem, rope, (FlashMLA(problem=problem), testing_peers.SglangSteps(norm_rope, rope_inplace, quantise))
 
 
-def test_both_chains_compute_the_same(chain):
-    bench_decode_chain.check_peers(*chain)
-    problem, rope, peers = chain
-    wrong = peers[1]._replace(norm_rope=lambda q_input, q_output, *_: q_output.copy_(q_input))
-    with pytest.raises(SystemExit, match="differ"):
-        bench_decode_chain.check_peers(problem, rope, (peers[0], wrong))
+def without_norm(q_input, q_output, *_):
+    q_output.copy_(q_input)
 
 
-def test_fp8_output(chain):
+def without_rotation(*_, **__):
+    pass
+
+
+def scales_of_another_group(*arguments, **keywords):
+    codes, scales = quantise(*arguments, **keywords)
+    return codes, scales.roll(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "wrong"),
+    [
+        ("bf16", {"norm_rope": without_norm}),
+        ("bf16", {"rope_inplace": without_rotation}),
+        ("fp8_group128", {"norm_rope": without_norm}),
+        ("fp8_group128", {"rope_inplace": without_rotation}),
+        ("fp8_group128", {"quantise": scales_of_another_group}),
+    ],
+)
+def test_both_chains_compute_the_same(chain, output, wrong):
+    problem, rope, (flashmla, sglang) = chain
+    bench_decode_chain.check_peers(problem, rope, output, (flashmla, sglang))
+    with pytest.raises(SystemExit, match=f"the {output} outputs of the two chains differ"):
+        bench_decode_chain.check_peers(problem, rope, output, (flashmla, sglang._replace(**wrong)))
+
+
+def test_fp8_output_of_the_stock_chain(chain):
     problem, rope, peers = chain
-    calls = bench_decode_chain.make_calls(problem, rope, "fp8_group128", peers)
-    ours, (codes, scales) = calls["ours"](), calls["stock"]()
+    codes, scales = bench_decode_chain.make_calls(problem, rope, "fp8_group128", peers)["stock"]()
     tokens, heads = problem.q.shape[:2]
     assert codes.shape == (tokens * heads // 8, 4096)
     assert scales.shape == (tokens * heads // 8, 32)
-    stock = codes.double() * scales.double().repeat_interleave(128, 1)
-    mine = ours.out.double() * ours.scales.double().reshape(tokens, heads, 4).repeat_interleave(128, 2)
-    assert td.relative_error(stock.view(tokens, heads, 512), mine) < 0.05
 
 
 def test_without_peers(chain):
@@ -86,22 +103,38 @@ def test_without_peers(chain):
     assert list(bench_decode_chain.make_calls(problem, rope, "bf16", None)) == ["ours"]
 
 
-def test_missing_peers_have_a_reason():
+@pytest.fixture
+def sglang_modules(monkeypatch):
+    """A SGLang of these modules below sglang.kernels.ops alone, each with these functions."""
+
+    def install(**modules):
+        monkeypatch.setitem(sys.modules, "sglang", None)  # so that no other module of it is found
+        for name, functions in modules.items():
+            module = types.SimpleNamespace(**dict.fromkeys(functions, name))
+            monkeypatch.setitem(sys.modules, f"sglang.kernels.ops.{name.replace('__', '.')}", module)
+
+    return install
+
+
+QUERY, INVERSE, QUANTISE = "fused_q_norm_rope", "fused_rope_inplace", "sglang_per_token_group_quant_fp8"
+
+
+@pytest.mark.parametrize("place", ["attention__dsv4__norm_rope", "attention__dsv4__elementwise"])
+def test_sglang_steps_are_found_where_versions_have_them(sglang_modules, place):
+    sglang_modules(**{place: [QUERY, INVERSE], "quantization__fp8_kernel": [QUANTISE]})
+    assert testing_peers.sglang_steps() == ((place, place, "quantization__fp8_kernel"), "")
+
+
+@pytest.mark.parametrize(
+    ("missing", "modules"),
+    [
+        (QUERY, {}),
+        (INVERSE, {"attention__dsv4__norm_rope": [QUERY], "attention__dsv4__elementwise": []}),
+        (QUANTISE, {"attention__dsv4__norm_rope": [QUERY, INVERSE]}),
+    ],
+)
+def test_missing_peers_have_a_reason(sglang_modules, missing, modules):
+    sglang_modules(**modules)
     steps, reason = testing_peers.sglang_steps()
-    assert (steps is None) == bool(reason)
-
-
-def test_tables():
-    spec = importlib.util.spec_from_file_location("results", ROOT / "scripts" / "results.py")
-    results = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(results)
-    rows = [
-        {"heads": h, "topk": "128", "extra": "512", "b": b, "output": output, "ours_us": "8.00"} | stock
-        for h, stock in (("64", {"stock_us": "20.00"}), ("8", {}))
-        for b in ("1", "16")
-        for output in bench_decode_chain.OUTPUTS
-    ]
-    lines = results.chain_tables(rows)
-    assert "| rows | 64 heads, bf16 | 64 heads, fp8_group128 |" in lines
-    assert "| 16 | 8.0 / 20.0 (2.50) | 8.0 / 20.0 (2.50) |" in lines
-    assert "| 1 | 8.0 / - | 8.0 / - |" in lines
+    assert steps is None
+    assert reason.startswith(f"SGLang's {missing} cannot be imported: ")

@@ -1,0 +1,105 @@
+"""scripts/results.py: tables, figures of the README, plots."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = {"gpu": "G", "torch": "2", "driver": "5", "commit": "abc", "date": "2026-01-01"}
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """The module, on a folder without files."""
+    spec = importlib.util.spec_from_file_location("results", ROOT / "scripts" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+def write(folder, name, rows):
+    lines = [",".join(line) for line in (rows[0], *(row.values() for row in rows))]
+    (folder / name).write_text("\n".join(lines) + "\n")
+
+
+def decode_rows(extra="512"):
+    times = {"auto_warm_us": "6.00", "auto_cold_us": "9.00", "FlashMLA_warm_us": "12.30", "FlashMLA_cold_us": ""}
+    shape = {"backend": "sm90", "topk": "128", "extra": extra}
+    return [shape | {"heads": h, "b": b} | times | RUN for h, b in (("8", "1"), ("64", "1"), ("64", "2"))]
+
+
+def chain_rows():
+    stock = {"64": "20.00", "8": ""}
+    return [
+        {"heads": h, "topk": "128", "extra": "512", "b": b, "output": output, "ours_us": "8.00", "stock_us": stock[h]}
+        | RUN
+        for h in stock
+        for b in ("1", "16")
+        for output in ("bf16", "fp8_group128")
+    ]
+
+
+def test_decode_table(results):
+    assert results.decode_table(decode_rows()) == [
+        "| rows | 8 heads | 64 heads |",
+        "| --- | --- | --- |",
+        "| 1 | 6.0 / 12.3 | 6.0 / 12.3 |",
+        "| 2 |  | 6.0 / 12.3 |",
+    ]
+    assert results.decode_table(decode_rows(), "cold")[2] == "| 1 | 9.0 / - | 9.0 / - |"
+
+
+def test_chain_tables(results):
+    lines = results.chain_tables(chain_rows())
+    assert "| rows | 64 heads, bf16 | 64 heads, fp8_group128 |" in lines
+    assert "| 16 | 8.0 / 20.0 (2.50) | 8.0 / 20.0 (2.50) |" in lines
+    assert "| 1 | 8.0 / - | 8.0 / - |" in lines
+
+
+@pytest.mark.parametrize(("table", "rows"), [("decode_table", decode_rows), ("chain_table", chain_rows)])
+def test_a_cell_takes_one_row(results, table, rows):
+    with pytest.raises(ValueError, match="several rows of the same heads, "):
+        getattr(results, table)([*rows(), rows()[0]])
+
+
+def test_serving_table_has_the_low_ratio_where_it_was_measured(results):
+    row = {"concurrency": "8", "rounds": "7", "stock_tpot_ms": "2", "patched_tpot_ms": "1.5", "tpot_ratio": "0.75"}
+    row |= {"tpot_spread_percent": "3.21", "throughput_ratio": "1.3"}
+    assert results.serving_table([row])[2] == "| 8 | 7 | 2.000 | 1.500 | 0.750 | 3.2 | 1.300 |"
+    head, _, line = results.serving_table([row | {"tpot_low_ratio": "0.74"}])
+    assert "| ratio | low ratio | spread, % |" in head
+    assert line == "| 8 | 7 | 2.000 | 1.500 | 0.750 | 0.740 | 3.2 | 1.300 |"
+
+
+def test_readme_figures(results, tmp_path):
+    assert results.readme_figures() == "Not measured yet.\n"
+    write(tmp_path, "sparse_decode.csv", decode_rows() + decode_rows("1024"))
+    text = results.readme_figures()
+    assert text.startswith("**Decode** (backend `sm90`). G, torch 2, driver 5, commit abc, 2026-01-01.\n")
+    assert "graph of 20, 128 + 512 keys:" in text
+    assert text.count("| 1 | 6.0 / 12.3 | 6.0 / 12.3 |") == 1  # the first number of keys alone
+    assert text.endswith("sparse_decode.png)\n")
+    assert "**Store.**" not in text
+
+
+@pytest.mark.parametrize("source", ["made up", "measured"])
+def test_plots(results, tmp_path, source):
+    pytest.importorskip("matplotlib")
+    for name, rows in (("sparse_decode", decode_rows()), ("decode_chain", chain_rows())):
+        if source == "made up":
+            write(tmp_path, f"{name}.csv", rows)
+        else:
+            shutil.copy(ROOT / f"benchmark/results/h200/{name}.csv", tmp_path)
+    results.draw()
+    for name in ("sparse_decode", "decode_chain"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_no_plot_without_a_file(results, tmp_path):
+    results.draw()
+    assert not list(tmp_path.iterdir())
