@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.ops.query import Prologue
-from sgl_dsv4_kernels.reference.decode import Source
+from sgl_dsv4_kernels.reference.decode import Source, listed_keys, op_arguments
 from sgl_dsv4_kernels.settings import settings
 from sgl_dsv4_kernels.split_partition import MAX_AUTO_SPLITS, MAX_PARTIAL_BYTES, SPLIT_BLOCK_KEYS
 
@@ -33,7 +33,14 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-missing._dynamo_marked_constant = True  # torch.compile evaluates it instead of tracing it
+def count_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# torch.compile cannot trace these, and evaluates functions that are marked so. This is what
+# torch.compiler.assume_constant_result does, which also imports torch._dynamo: seconds, at everybody's import.
+missing._dynamo_marked_constant = True
+count_sms._dynamo_marked_constant = True
 
 
 def unsupported(main: Source, extra: Source | None) -> str | None:
@@ -159,12 +166,9 @@ def _attention(
     prologue: Prologue,
 ) -> tuple:
     """The leading arguments of both ops."""
-    tail = (None, None, None) if extra is None else (extra.cache, extra.indices, extra.length)
-    pages = (main.page_size, 1 if extra is None else extra.page_size)
-    keys = main.indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
-    sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    plan = cached_plan(q.shape[0], q.shape[1], keys, sm_count, num_splits, batch_invariant)
-    return (q, main.cache, main.indices, main.length, *tail, *pages, softmax_scale, plan.block_heads, *prologue)
+    keys = listed_keys(main, extra)
+    plan = cached_plan(q.shape[0], q.shape[1], keys, count_sms(q.device), num_splits, batch_invariant)
+    return (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, *prologue)
 
 
 def launch(

@@ -7,17 +7,6 @@
 #include "common/cache_layout.h"
 
 namespace sgl_dsv4::api {
-namespace {
-
-// Every vector of 16 bytes along the last dimension is one.
-bool is_aligned(const Tensor& t) {
-  const int64_t elements = 16 / t.element_size();
-  bool ok = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
-  for (int64_t d = 0; d + 1 < t.dim(); ++d) ok = ok && (t.size(d) <= 1 || t.stride(d) % elements == 0);
-  return ok;
-}
-
-}  // namespace
 
 QueryPrologue make_prologue(std::optional<double> norm_eps, const OptionalTensor& freqs_cis,
                             const OptionalTensor& positions, int64_t tokens, int32_t device) {

@@ -13,11 +13,6 @@ namespace {
 
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 constexpr double kLog2E = 1.4426950408889634;
-constexpr int64_t kVectorBytes = 16;
-
-bool is_multiple(const void* pointer, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uint64_t>(bytes) == 0;
-}
 
 sm90::Source make_source(bool extra, const Tensor& cache, const Tensor& indices, const OptionalTensor& length,
                          int64_t page_size, int64_t tokens, int32_t device) {
@@ -33,8 +28,7 @@ sm90::Source make_source(bool extra, const Tensor& cache, const Tensor& indices,
   const int64_t pages = cache.size(0);
   check(cache.size(1) >= needed, name, ": expected at least ", needed, " bytes a page, got ", cache.size(1));
   check(pages <= 1 || cache.stride(0) >= needed, name, ": expected stride(0) >= ", needed, ", got ", cache.stride(0));
-  check(is_multiple(cache.data_ptr(), kVectorBytes) && (pages <= 1 || cache.stride(0) % kVectorBytes == 0), name,
-        ": expected data and stride(0) that are multiples of ", kVectorBytes, " bytes");
+  check(is_aligned(cache), name, ": expected data and stride(0) that are multiples of 16 bytes");
   check_cuda_device(indices_name, indices, device);
   check_shape(indices_name, indices, {tokens, kAny});
   check_dtype(indices_name, indices, {ScalarType::Int});
@@ -91,7 +85,7 @@ sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tenso
   check(block_heads == 8 || block_heads == 16 || block_heads == 32 || block_heads == 64,
         "block_heads: expected 8, 16, 32 or 64, got ", block_heads);
   p.block_heads = static_cast<int32_t>(block_heads);
-  p.q_is_aligned = is_multiple(q.data_ptr(), kVectorBytes) && q.stride(0) % 8 == 0 && q.stride(1) % 8 == 0;
+  p.q_is_aligned = is_aligned(q);
   p.stride_q_token = q.stride(0);
   p.stride_q_head = q.stride(1);
   p.query = make_prologue(q_norm_eps, q_freqs_cis, q_positions, tokens, device);

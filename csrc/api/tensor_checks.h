@@ -76,6 +76,14 @@ inline void check_stride(const char* name, const Tensor& t, int64_t dim, int64_t
     fail(name, ": expected stride(", dim, ") = ", expected, ", got ", t.stride(dim));
 }
 
+// Is every vector of 16 bytes along the last dimension aligned? The stride of a dimension of one entry does not matter.
+inline bool is_aligned(const Tensor& t) {
+  const int64_t elements = 16 / t.element_size();
+  bool ok = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) ok = ok && (t.size(d) <= 1 || t.stride(d) % elements == 0);
+  return ok;
+}
+
 inline void check_cuda_device(const char* name, const Tensor& t, int32_t device) {
   check(t.is_cuda(), name, ": expected a CUDA tensor, got one on another device");
   check(t.get_device_index() == device, name, ": expected device cuda:", device, ", got cuda:", t.get_device_index());

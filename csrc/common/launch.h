@@ -36,6 +36,25 @@ inline cudaError_t device_facts(DeviceFacts* facts) {
   return cudaSuccess;
 }
 
+// Loads a kernel's code on the current device; a launch inside a graph capture may not.
+template <typename Params>
+inline cudaError_t load_code(void (*kernel)(Params)) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+}
+
+// Calls `prepare` unless it has succeeded on the current device before. It is known by its type: pass a lambda.
+template <typename Prepare>
+inline cudaError_t once_a_device(const Prepare& prepare) {
+  static std::atomic<bool> done[kMaxDevices];
+  int device = 0;
+  if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
+  if (device < kMaxDevices && done[device].load(std::memory_order_relaxed)) return cudaSuccess;
+  if (cudaError_t err = prepare(); err != cudaSuccess) return err;
+  if (device < kMaxDevices) done[device].store(true, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
 // Does the code that is loaded for `kernel` on the current device hold griddepcontrol.wait? It does when it was
 // compiled for sm_90 or newer; PTX of an older target that the driver compiled for a new device does not. The first
 // answer of a device is kept for all kernels of that type: they come from one compilation for one list of targets.

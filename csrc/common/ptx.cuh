@@ -23,6 +23,13 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- registers ----
 
+// PTX ISA, "%ctaid": blockIdx.x. Volatile: asked for again wherever it is used, so that no register keeps it.
+__device__ __forceinline__ uint32_t ctaid_x() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 // A value that is computed before this point of the program, not where it is used.
 template <typename T>
 __device__ __forceinline__ void keep(T*& value) {
@@ -42,8 +49,10 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 
 // ---- global memory ----
 
-// PTX ISA, "ld.global": `otherwise`, and no access, if not wanted. Volatile: such loads keep their order, so that
-// several are on their way before the first is waited for.
+// Loads with a condition: no access if not wanted. One asm block each, or the compiler chains them and puts arithmetic
+// between them; volatile: they keep their order, so that several are on their way before the first is waited for.
+
+// PTX ISA, "ld.global": `otherwise` if not wanted.
 __device__ __forceinline__ uint32_t ld_global_if(bool wanted, const void* address, uint32_t otherwise) {
   uint32_t v;
   asm volatile(
@@ -55,6 +64,56 @@ __device__ __forceinline__ uint32_t ld_global_if(bool wanted, const void* addres
       "}\n"
       : "=&r"(v)
       : "l"(address), "r"(static_cast<int>(wanted)), "r"(otherwise));
+  return v;
+}
+
+__device__ __forceinline__ float ld_global_if(bool wanted, const float* address, float otherwise) {
+  float v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.b32 %0, %3;\n"
+      "@p ld.global.f32 %0, [%1];\n"
+      "}\n"
+      : "=&f"(v)
+      : "l"(address), "r"(static_cast<int>(wanted)), "f"(otherwise));
+  return v;
+}
+
+// 8 bytes; zeros if not wanted.
+__device__ __forceinline__ uint2 ld_global_v2_if(bool wanted, const void* address) {
+  uint2 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "@p ld.global.v2.b32 {%0, %1}, [%2];\n"
+      "}\n"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
+  return v;
+}
+
+// PTX ISA, "ld.global.cs": 16 bytes that are read once, evicted first; zeros if not wanted.
+__device__ __forceinline__ float4 ld_global_cs_v4_if(bool wanted, const float* address) {
+  float4 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
   return v;
 }
 

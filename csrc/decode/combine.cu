@@ -4,8 +4,6 @@
 // 128, the last 64 channels are the upper half of the last warp, and every O load of a split is one 16-byte load a
 // thread: S independent loads in flight. The time at small T is two dependent trips to L2 (LSE, then O; beside them
 // position, then frequencies), so nothing else may wait in between: the weights are computed while O is on its way.
-#include <atomic>
-
 #include "common/cache_layout.h"
 #include "common/launch.h"
 #include "common/ptx.cuh"
@@ -48,44 +46,6 @@ __device__ __forceinline__ float weight(float lse, float most) {
   return ptx::ex2(lse - most);
 }
 
-// Loads that touch no memory unless `wanted`, as one asm block each: left to itself the compiler chains such loads, or
-// puts address and weight arithmetic between the loads of a row.
-
-// PTX ISA, "ld"; -inf, the LSE of an empty split, if not wanted.
-__device__ __forceinline__ float ld_lse_if(bool wanted, const float* address) {
-  float v;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "mov.b32 %0, 0xff800000;\n"
-      "@p ld.global.f32 %0, [%1];\n"
-      "}\n"
-      : "=&f"(v)
-      : "l"(address), "r"(static_cast<int>(wanted))
-      : "memory");
-  return v;
-}
-
-// PTX ISA, "ld.global.cs": read once, evicted first; 0 if not wanted.
-__device__ __forceinline__ float4 ld_o_if(bool wanted, const float* address) {
-  float4 v;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@p ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
-      : "l"(address), "r"(static_cast<int>(wanted))
-      : "memory");
-  return v;
-}
-
 __device__ __forceinline__ void accumulate(float (&sum)[kVec], float w, const float4& o) {
   sum[0] = fmaf(w, o.x, sum[0]);
   sum[1] = fmaf(w, o.y, sum[1]);
@@ -101,7 +61,7 @@ struct SplitMerger {
   __device__ __forceinline__ void load_lse(const float* lse_accum, int, const CombineParams& p) {
 #pragma unroll
     for (int s = 0; s < kSplits; ++s) {
-      lse[s] = ld_lse_if(s < p.num_splits, lse_accum);
+      lse[s] = ptx::ld_global_if(s < p.num_splits, lse_accum, kMinusInfinity);
       lse_accum += p.stride_lse_accum_split;
     }
   }
@@ -112,7 +72,7 @@ struct SplitMerger {
     bool live = false;
 #pragma unroll
     for (int s = 0; s < kSplits; ++s) {
-      part[s] = ld_o_if(is_live(lse[s]), o);
+      part[s] = ptx::ld_global_cs_v4_if(is_live(lse[s]), o);
       o += p.stride_o_accum_split;
       live |= is_live(lse[s]);
     }
@@ -148,7 +108,7 @@ struct SplitMerger<0> {
   float first_lse;  // of split `lane`
 
   __device__ __forceinline__ static float lane_lse(const float* lse_accum, int split, const CombineParams& p) {
-    return ld_lse_if(split < p.num_splits, lse_accum + split * p.stride_lse_accum_split);
+    return ptx::ld_global_if(split < p.num_splits, lse_accum + split * p.stride_lse_accum_split, kMinusInfinity);
   }
 
   __device__ __forceinline__ void load_lse(const float* lse_accum, int lane, const CombineParams& p) {
@@ -187,7 +147,7 @@ struct SplitMerger<0> {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int source = todo != 0 ? __ffs(static_cast<int>(todo)) - 1 : 0;
-          part[i] = ld_o_if(todo != 0, o + (base + source) * p.stride_o_accum_split);
+          part[i] = ptx::ld_global_cs_v4_if(todo != 0, o + (base + source) * p.stride_o_accum_split);
           const float source_weight = __shfl_sync(kAllLanes, w, source);
           part_weight[i] = todo != 0 ? source_weight : 0.0f;
           todo &= todo - 1;
@@ -254,26 +214,20 @@ CombineKernel choose_kernel(int num_splits) {
   return combine_kernel<0>;
 }
 
-}  // namespace
-
-cudaError_t combine_device_code() {
-  static std::atomic<bool> loaded[kMaxDevices];
-  int device = 0;
-  if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
-  if (device < kMaxDevices && loaded[device].load(std::memory_order_relaxed)) return cudaSuccess;
-  for (int num_splits : {1, 2, 4, 8, 16, 17}) {
-    cudaFuncAttributes attributes;
-    const void* kernel = reinterpret_cast<const void*>(choose_kernel(num_splits));
-    if (cudaError_t err = cudaFuncGetAttributes(&attributes, kernel); err != cudaSuccess) return err;
-  }
-  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_relaxed);
-  return cudaSuccess;
+cudaError_t load_kernels() {
+  return once_a_device([] {
+    for (int num_splits : {1, 2, 4, 8, 16, 17})
+      if (cudaError_t err = load_code(choose_kernel(num_splits)); err != cudaSuccess) return err;
+    return cudaSuccess;
+  });
 }
+
+}  // namespace
 
 cudaError_t launch_combine(const CombineParams& params, bool pdl, cudaStream_t stream) {
   if (params.num_tokens == 0 || params.num_heads == 0) return cudaSuccess;
   if (params.num_splits < 1 || params.num_tokens > INT32_MAX / params.num_heads) return cudaErrorInvalidValue;
-  if (cudaError_t err = combine_device_code(); err != cudaSuccess) return err;
+  if (cudaError_t err = load_kernels(); err != cudaSuccess) return err;
   const dim3 grid(params.num_tokens * params.num_heads);
   return launch_kernel(choose_kernel(params.num_splits), grid, dim3(kThreads), 0, pdl, stream, params);
 }

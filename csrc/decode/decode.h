@@ -76,7 +76,4 @@ struct CombineParams {
 // Reruns are bit-identical.
 cudaError_t launch_combine(const CombineParams& params, bool pdl, cudaStream_t stream);
 
-// Loads every combine kernel on the current device, so that a first launch inside a graph capture loads nothing.
-cudaError_t combine_device_code();
-
 }  // namespace sgl_dsv4

@@ -43,11 +43,16 @@ __device__ __forceinline__ bool rotates(const Place& place, const CombineParams&
   return p.freqs_cis != nullptr && place.channel >= kNopeDim;
 }
 
-__device__ __forceinline__ int64_t load_position(const Place& place, const CombineParams& p) {
-  if (!rotates(place, p)) return 0;
-  const int64_t at = place.token * p.stride_positions_token;
+// Of a row that is rotated.
+__device__ __forceinline__ int64_t load_position(int64_t token, const CombineParams& p) {
+  const int64_t at = token * p.stride_positions_token;
   return p.positions_are_int64 ? static_cast<const int64_t*>(p.positions)[at]
                                : static_cast<const int32_t*>(p.positions)[at];
+}
+
+__device__ __forceinline__ int64_t load_position(const Place& place, const CombineParams& p) {
+  if (!rotates(place, p)) return 0;
+  return load_position(place.token, p);
 }
 
 __device__ __forceinline__ Rotation load_rotation(const Place& place, int64_t position, const CombineParams& p) {

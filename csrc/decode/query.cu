@@ -2,8 +2,6 @@
 // bytes a lane.
 #include "decode/query.cuh"
 
-#include <atomic>
-
 #include "common/launch.h"
 #include "common/ptx.cuh"
 #include "decode/query.h"
@@ -56,19 +54,12 @@ __global__ void __launch_bounds__(kThreads) query_norm_rope_kernel(const __grid_
     store_vector<kAligned>(to + v * (kHeadDim / query::kVectors), values[0].vector[v]);
 }
 
-// Loads both kernels' code on the current device: a first call inside a graph capture may not.
-cudaError_t query_device_code() {
-  static std::atomic<bool> loaded[kMaxDevices];
-  int device = 0;
-  if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
-  if (device < kMaxDevices && loaded[device].load(std::memory_order_relaxed)) return cudaSuccess;
-  for (auto* kernel : {query_norm_rope_kernel<false>, query_norm_rope_kernel<true>}) {
-    cudaFuncAttributes attributes;
-    if (cudaError_t err = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)); err != cudaSuccess)
-      return err;
-  }
-  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_relaxed);
-  return cudaSuccess;
+cudaError_t load_kernels() {
+  return once_a_device([] {
+    for (auto* kernel : {query_norm_rope_kernel<false>, query_norm_rope_kernel<true>})
+      if (cudaError_t err = load_code(kernel); err != cudaSuccess) return err;
+    return cudaSuccess;
+  });
 }
 
 }  // namespace
@@ -77,7 +68,7 @@ cudaError_t launch_query_norm_rope(const QueryParams& params, bool aligned, bool
   const int64_t heads = static_cast<int64_t>(params.num_tokens) * params.num_heads;
   if (heads == 0) return cudaSuccess;
   if (heads > INT32_MAX) return cudaErrorInvalidValue;
-  if (cudaError_t err = query_device_code(); err != cudaSuccess) return err;
+  if (cudaError_t err = load_kernels(); err != cudaSuccess) return err;
   const auto kernel = aligned ? query_norm_rope_kernel<true> : query_norm_rope_kernel<false>;
   const dim3 grid(static_cast<unsigned>((heads + kWarps - 1) / kWarps));
   return launch_kernel(kernel, grid, dim3(kThreads), 0, pdl, stream, params);

@@ -74,10 +74,8 @@ cudaError_t launch_norm_rope_store(const StoreConfig& config, const StoreParams&
 }
 
 cudaError_t store_device_code() {
-  cudaFuncAttributes attributes;
-  const StoreKernel kernel =
-      store_block_per_token<__nv_bfloat16, StoreEntry::kMain, CacheLayout::kV4, IndexTypes<false, false>, true>;
-  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  return load_code(
+      store_block_per_token<__nv_bfloat16, StoreEntry::kMain, CacheLayout::kV4, IndexTypes<false, false>, true>);
 }
 
 }  // namespace sgl_dsv4

@@ -11,6 +11,7 @@
 
 #include <type_traits>
 
+#include "common/ptx.cuh"
 #include "store/norm_rope_store.h"
 
 namespace sgl_dsv4 {
@@ -169,8 +170,7 @@ __device__ __forceinline__ float2 rotate(float2 x, float2 f) {
   return make_float2(__fmaf_rn(x.x, f.x, -__fmul_rn(x.y, f.y)), __fmaf_rn(x.x, f.y, __fmul_rn(x.y, f.x)));
 }
 __device__ __forceinline__ uint32_t pack_bf16(float2 x) {
-  const __nv_bfloat162 v = __floats2bfloat162_rn(x.x, x.y);
-  return *reinterpret_cast<const uint32_t*>(&v);
+  return ptx::cvt_bf16x2(x.x, x.y);
 }
 __device__ __forceinline__ float2 unpack_bf16(uint32_t bits) {
   return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));

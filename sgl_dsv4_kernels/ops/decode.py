@@ -9,7 +9,7 @@ from sgl_dsv4_kernels.checks import check_stride, check_tensor
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.ops.query import Prologue, Rope, check_prologue, check_rope
 from sgl_dsv4_kernels.reference import decode as reference
-from sgl_dsv4_kernels.reference.decode import OUTPUTS, DecodeOutput, Source
+from sgl_dsv4_kernels.reference.decode import OUTPUTS, DecodeOutput, Source, listed_keys, op_arguments
 from sgl_dsv4_kernels.reference.query import query_norm_rope
 from sgl_dsv4_kernels.settings import settings
 from sgl_dsv4_kernels.split_partition import batch_invariant_num_splits, cached_num_splits, choose_num_splits
@@ -98,7 +98,7 @@ def sparse_decode(
     if q.shape[0] == 0:
         return result
     ops = torch.ops.sgl_dsv4_kernels
-    attention = (*_flat(q, main, extra), scale, *layout_codes, batch_invariant, *prologue)
+    attention = (*op_arguments(q, main, extra), scale, *layout_codes, batch_invariant, *prologue)
     if splits == 1:
         ops.sparse_decode(*attention, attn_sink, freqs, positions, OUTPUTS.index(output), backend, *result)
         return result
@@ -147,7 +147,7 @@ def sparse_decode_partial(
     o_accum, lse_accum = _partials(q, num_splits)
     if q.shape[0] > 0:
         torch.ops.sgl_dsv4_kernels.sparse_decode_partial(
-            *_flat(q, main, extra), scale, *layout_codes, False, *prologue, True, backend, o_accum, lse_accum
+            *op_arguments(q, main, extra), scale, *layout_codes, False, *prologue, True, backend, o_accum, lse_accum
         )
     return o_accum, lse_accum
 
@@ -230,6 +230,9 @@ def _check_triton(device: torch.device) -> None:
         raise ValueError(f"backend: 'triton' needs sm_80 or newer, {device} is sm_{capability[0]}{capability[1]}")
 
 
+_check_triton._dynamo_marked_constant = True  # as in sm90_decode.py
+
+
 def _resolve_num_splits(
     q: torch.Tensor, main: Source, extra: Source | None, num_splits: int | None, batch_invariant: bool, backend: str
 ) -> int:
@@ -238,7 +241,7 @@ def _resolve_num_splits(
             raise ValueError(f"num_splits: expected None with batch_invariant=True, got {num_splits!r}")
         _check_positive("num_splits", num_splits)
         return num_splits
-    keys = main.indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
+    keys = listed_keys(main, extra)
     if batch_invariant:
         return batch_invariant_num_splits(keys)
     if q.device.type != "cuda":
@@ -246,19 +249,9 @@ def _resolve_num_splits(
     # Tracing goes through the plain functions: a cache lookup is not traceable.
     if backend == "sm90":
         plan = sm90_decode.choose_plan if torch.compiler.is_compiling() else sm90_decode.cached_plan
-        return plan(q.shape[0], q.shape[1], keys, _sm_count(q.device)).num_splits
+        return plan(q.shape[0], q.shape[1], keys, sm90_decode.count_sms(q.device)).num_splits
     choose = choose_num_splits if torch.compiler.is_compiling() else cached_num_splits
-    return choose(q.shape[0], q.shape[1], keys, _sm_count(q.device))
-
-
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-# torch.compile cannot trace these two, and evaluates functions that are marked so. This is what
-# torch.compiler.assume_constant_result does, which also imports torch._dynamo: seconds, at everybody's import.
-_sm_count._dynamo_marked_constant = True
-_check_triton._dynamo_marked_constant = True
+    return choose(q.shape[0], q.shape[1], keys, sm90_decode.count_sms(q.device))
 
 
 # ---- checks ----
@@ -360,12 +353,6 @@ def _check_epilogue(
 
 
 # ---- tensors ----
-
-
-def _flat(q: torch.Tensor, main: Source, extra: Source | None) -> tuple:
-    """The leading arguments of both attention ops."""
-    tail = (None, None, None) if extra is None else (extra.cache, extra.indices, extra.length)
-    return (q, main.cache, main.indices, main.length, *tail, main.page_size, extra.page_size if extra else 1)
 
 
 def _partials(q: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:

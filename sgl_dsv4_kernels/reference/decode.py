@@ -54,6 +54,17 @@ class Source(NamedTuple):
         return (column < self.lengths()[:, None]) & (self.indices >= 0) & (self.indices.long() < slots)
 
 
+def listed_keys(main: Source, extra: Source | None) -> int:
+    """K + extra K: the widths of the index lists."""
+    return main.indices.shape[1] + (0 if extra is None else extra.indices.shape[1])
+
+
+def op_arguments(q: torch.Tensor, main: Source, extra: Source | None) -> tuple:
+    """The leading arguments of the attention ops."""
+    tail = (None, None, None) if extra is None else (extra.cache, extra.indices, extra.length)
+    return (q, main.cache, main.indices, main.length, *tail, main.page_size, 1 if extra is None else extra.page_size)
+
+
 class DecodeOutput(NamedTuple):
     """What a decode returns.
 

@@ -179,6 +179,9 @@ def test_views(block_heads):
     out = torch.empty(3 * 64 * 520 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(3, 64, 520)[..., :512]
     for splits in (1, 2):
         check(decode(problem, num_splits=splits, out=out), want, splits)
+    one = td.random_problem(1, 64, 128, 64, device=DEVICE)
+    one.q = one.q.as_strided(one.q.shape, (64 * 512 + 1, 512, 1))  # the stride of a single row means nothing
+    check(decode(one, num_splits=1), td.truth(one), "one row")
     odd = td.random_problem(3, 64, 128, 64, device=DEVICE, offset=8)
     check(decode(odd, backend=None), td.truth(odd), "triton")
     with pytest.raises(ValueError, match="cache: backend 'sm90' needs data"):

@@ -42,7 +42,7 @@ def test_what_the_kernels_take():
 def test_tensors_without_memory(monkeypatch, recwarn):
     """Fake tensors have no address to look at, on a CUDA device neither: the default backend there is sm90."""
     monkeypatch.setattr(ops.sm90_decode, "missing", lambda device: None)
-    monkeypatch.setattr(ops, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(ops.sm90_decode, "count_sms", lambda device: 132)
     problem = td.random_problem(2, 64, 64, 64, rope=True)
     arguments = problem.arguments() | problem.options
     freqs, positions = arguments.pop("inverse_rope")

@@ -21,7 +21,6 @@ inline constexpr int kScoreRegs = kTileKeys / 2;
 inline constexpr int kHalfChannels = kHeadDim / 2;
 inline constexpr int kQuarterChannels = kHeadDim / 4;
 inline constexpr int kQuarterRegs = kQuarterChannels / 2;
-inline constexpr int kHalfBlocks = kChannelBlocks / 2;
 
 // Maximum or sum over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
@@ -38,8 +37,8 @@ __device__ __forceinline__ float row_sum(float x) {
 // S of one tile, half of the channels after the other.
 __device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], SharedMemory& shared, int stage,
                                                uint32_t phase) {
-  const uint64_t q = operand(ptx::shared_address(shared.q));
-  const uint64_t keys = operand(ptx::shared_address(shared.keys[stage]));
+  const uint64_t q = operand_descriptor(ptx::shared_address(shared.q));
+  const uint64_t keys = operand_descriptor(ptx::shared_address(shared.keys[stage]));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.full[stage][half]), phase);
@@ -85,11 +84,7 @@ struct Softmax {
 #pragma unroll
       for (int i = 0; i < kScoreRegs; ++i)
         if (i / 2 % 2 == r) tile_most = fmaxf(tile_most, s[i]);
-      tile_most = row_max(tile_most);
-      top[r] = fmaxf(top[r], tile_most);
-      const float now = fmaxf(tile_most, top[r] - kUnitRange);
-      decay[r] = ptx::ex2(unit[r] - base_of(now));
-      unit[r] = now;
+      decay[r] = next_unit(row_max(tile_most), top[r], unit[r]);
     }
     return make_float2(decay[0], decay[1]);
   }
@@ -109,9 +104,6 @@ struct Softmax {
       total[r] = fmaf(total[r], r == 0 ? decay.x : decay.y, sum);
     }
   }
-
-  // -inf - -inf would be NaN.
-  __device__ __forceinline__ static float base_of(float now) { return now == kMinusInfinity ? 0.0f : now; }
 };
 
 __device__ __forceinline__ void store_weights(const float (&s)[kScoreRegs], const Place& place, SharedMemory& shared) {
@@ -133,8 +125,8 @@ using Half = float[2][kQuarterRegs];
 // O += P V for half of the channels.
 template <int kHalf>
 __device__ __forceinline__ void add_values(Half& o, SharedMemory& shared, int stage) {
-  const uint64_t weights = operand(ptx::shared_address(shared.weights));
-  const uint64_t values = operand(ptx::shared_address(shared.keys[stage]));
+  const uint64_t weights = operand_descriptor(ptx::shared_address(shared.weights));
+  const uint64_t values = operand_descriptor(ptx::shared_address(shared.keys[stage]));
   pin(o[0]);
   wgmma_begin(o[1]);
 #pragma unroll

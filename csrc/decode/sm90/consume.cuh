@@ -1,8 +1,4 @@
-// What the consuming warpgroups of both kernels share.
-//
-// Weights are powers of 2 relative to the unit of their tile: the row's largest score in the tile. So a tile's weights,
-// and how bf16 rounds them, do not depend on how keys are cut into splits. A tile whose scores all lie more than
-// kUnitRange below the largest so far is measured against 2^-kUnitRange of that largest instead, which bounds the sums.
+// What the consuming warpgroups of both kernels share: barriers, places, the unit of weights, the query.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +9,6 @@
 
 namespace sgl_dsv4::sm90 {
 
-inline constexpr float kUnitRange = 16.0f;
 inline constexpr int kConsumerWarps = kConsumerThreads / 32;
 
 template <typename Shared>
@@ -44,6 +39,30 @@ __device__ __forceinline__ Place my_place() {
 
 __device__ __forceinline__ void consumers_meet() {
   ptx::bar_sync(kConsumersMeet, kConsumerThreads);
+}
+
+// ---- the unit of weights ----
+//
+// Weights are powers of 2 relative to the unit of their tile: the head's largest score in the tile. So a tile's
+// weights, and how bf16 rounds them, do not depend on how keys are cut into splits. A tile whose scores all lie more
+// than kUnitRange below the largest so far is measured against 2^-kUnitRange of that largest instead, which bounds the
+// sums.
+
+inline constexpr float kUnitRange = 16.0f;
+
+// What scores of a tile with this unit are measured against. -inf - -inf would be NaN.
+__device__ __forceinline__ float base_of(float unit) {
+  return unit == kMinusInfinity ? 0.0f : unit;
+}
+
+// Moves a head's largest score so far and the unit of its last tile, both in log2, on to a tile whose largest score is
+// `tile_most`. Returns what earlier sums are multiplied by.
+__device__ __forceinline__ float next_unit(float tile_most, float& top, float& unit) {
+  top = fmaxf(top, tile_most);
+  const float now = fmaxf(tile_most, top - kUnitRange);
+  const float decay = ptx::ex2(unit - base_of(now));
+  unit = now;
+  return decay;
 }
 
 // ---- the query ----

@@ -22,7 +22,6 @@ struct FewHeads {
   using Shared = FewHeadsSharedMemory<kHeads>;
   static constexpr int kGroups = kHeads / 8;
   static constexpr int kRegs = kHeads / 2;
-  static constexpr int kHalfBlocks = kChannelBlocks / 2;
 
   // Maxima over the 8 lanes that share columns. Of several values, each step keeps half and gives the other half away:
   // afterwards x[0] is the maximum of value number value_of(lane).
@@ -55,8 +54,8 @@ struct FewHeads {
   }
 
   __device__ __forceinline__ static void compute_scores(float (&s)[kRegs], Shared& shared, int stage, uint32_t phase) {
-    const uint64_t q = operand(ptx::shared_address(shared.q));
-    const uint64_t keys = operand(ptx::shared_address(shared.keys[stage]));
+    const uint64_t q = operand_descriptor(ptx::shared_address(shared.q));
+    const uint64_t keys = operand_descriptor(ptx::shared_address(shared.keys[stage]));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.full[stage][half]), phase);
@@ -115,11 +114,7 @@ struct FewHeads {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const float4 x = *reinterpret_cast<const float4*>(shared.warp_values[stage][head + c]);
-          const float tile_most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w));
-          top[j][c] = fmaxf(top[j][c], tile_most);
-          const float now = fmaxf(tile_most, top[j][c] - kUnitRange);
-          decay[j][c] = ptx::ex2(unit[j][c] - base_of(now));
-          unit[j][c] = now;
+          decay[j][c] = next_unit(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), top[j][c], unit[j][c]);
         }
         if (place.row == 0)
           *reinterpret_cast<float2*>(&shared.decay[stage][head]) = make_float2(decay[j][0], decay[j][1]);
@@ -139,9 +134,6 @@ struct FewHeads {
         }
       }
     }
-
-    // -inf - -inf would be NaN.
-    __device__ __forceinline__ static float base_of(float now) { return now == kMinusInfinity ? 0.0f : now; }
 
     // Sums and units of all heads into shared memory. `stage`: of a tile after the last.
     __device__ __forceinline__ void finish(const Place& place, Shared& shared, int stage) {
@@ -177,7 +169,7 @@ struct FewHeads {
   // O^T += V^T P^T, half of the channels after the other: starts the products.
   __device__ __forceinline__ static void add_values(float (&o)[kChannelBlocks][kRegs], Shared& shared, int stage) {
     const uint64_t weights = weight_descriptor(ptx::shared_address(shared.weights));
-    const uint64_t values = operand(ptx::shared_address(shared.keys[stage]));
+    const uint64_t values = operand_descriptor(ptx::shared_address(shared.keys[stage]));
 #pragma unroll
     for (int block = 1; block < kChannelBlocks; ++block) pin(o[block]);
     wgmma_begin(o[0]);

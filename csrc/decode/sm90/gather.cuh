@@ -22,23 +22,6 @@ inline constexpr int kChunkBytes = kLanesPerKey * 16;  // of a row, a copy instr
 inline constexpr int kChunks = V4Layout::kDataBytes / kChunkBytes;
 static_assert(kChunks == 9 && kChunkBytes == kQuantGroup && kKeysPerWarp * (kGatherThreads / 32) == kTileKeys);
 
-// PTX ISA, "ld.global": 8 bytes; zeros, and no access, if not wanted.
-__device__ __forceinline__ uint2 ld_scales_if(bool wanted, const uint8_t* address) {
-  uint2 v;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %3, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "@p ld.global.v2.b32 {%0, %1}, [%2];\n"
-      "}\n"
-      : "=&r"(v.x), "=&r"(v.y)
-      : "l"(address), "r"(static_cast<int>(wanted))
-      : "memory");
-  return v;
-}
-
 // A key's bytes in the cache.
 struct Row {
   const uint8_t* data;
@@ -167,7 +150,7 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
   // of the right row.
   uint2 scales;
   const auto begin_row = [&] {
-    scales = ld_scales_if(row.attended, row.scales);
+    scales = ptx::ld_global_v2_if(row.attended, row.scales);
 #pragma unroll
     for (int j = 0; j < kRing; ++j) fetch(j, slot_of(j));
   };
@@ -197,7 +180,7 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     const bool large_scale = __any_sync(0xffffffffu, has_large_scale(now));
     next = my_part_of(p.source[tile + 1 >= w.row.main_blocks], next_slot);
     next_slot = load_slot(p, w, tile + 2, key);
-    scales = ld_scales_if(next.attended, next.scales);
+    scales = ptx::ld_global_v2_if(next.attended, next.scales);
 
     const uint32_t keys_at = ptx::shared_address(shared.keys[stage]);
     const uint32_t even_chunk = keys_at + code_at;
@@ -218,8 +201,7 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     uint32_t nan = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      constexpr int kMiddle = kChannelBlocks / 2;
-      const int begin = half * kMiddle, end = half == 0 ? kMiddle : kNumScales;
+      const int begin = half * kHalfBlocks, end = half == 0 ? kHalfBlocks : kNumScales;
 #pragma unroll
       for (int j = begin; j < end; ++j) {
         const uint4 codes = raw;

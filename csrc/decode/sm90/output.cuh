@@ -11,16 +11,12 @@
 
 namespace sgl_dsv4::sm90 {
 
-inline constexpr float kMinusInfinity = -INFINITY;
-
 // Sinks and the row's rotation, long before they are needed. Executed by at least kRopeDim threads.
 __device__ __forceinline__ void load_epilogue_inputs(const CombineParams& p, const Part& w, int thread, float* sink,
                                                      float* rotation) {
   if (thread < w.heads) sink[thread] = p.attn_sink == nullptr ? kMinusInfinity : p.attn_sink[w.first_head + thread];
   if (p.freqs_cis == nullptr || thread >= kRopeDim) return;
-  const int64_t at = w.token * p.stride_positions_token;
-  const int64_t position = p.positions_are_int64 ? static_cast<const int64_t*>(p.positions)[at]
-                                                 : static_cast<const int32_t*>(p.positions)[at];
+  const int64_t position = finish::load_position(w.token, p);
   const bool inside = position >= 0 && position < p.num_freqs;
   rotation[thread] = inside ? p.freqs_cis[position * p.stride_freqs_position + thread] : NAN;
 }

@@ -9,6 +9,7 @@
 
 #include "common/cache_layout.h"
 #include "common/split_partition.h"
+#include "decode/sm90/roles.h"
 
 namespace sgl_dsv4::sm90 {
 
@@ -17,6 +18,7 @@ inline constexpr int kTileHeads = 64;
 inline constexpr int kStages = 2;
 inline constexpr int kBlockChannels = 64;
 inline constexpr int kChannelBlocks = kHeadDim / kBlockChannels;
+inline constexpr int kHalfBlocks = kChannelBlocks / 2;
 inline constexpr int kRowBytes = kBlockChannels * 2;  // of one row in a channel block
 inline constexpr int kGroupBytes = 8 * kRowBytes;     // 8 rows: one period of the swizzle
 inline constexpr int kBlockBytes = 64 * kRowBytes;    // 64 rows x 64 channels
@@ -65,29 +67,29 @@ SGL_DSV4_HOST_DEVICE constexpr uint64_t descriptor_step(int bytes) {
 inline constexpr int kResultPitch = kHeadDim + 8;
 
 // The ring of raw rows: each gathering thread has its own 16 bytes of every slot.
-inline constexpr int kRingSlotBytes = 256 * 16;
+inline constexpr int kRingSlotBytes = kGatherThreads * 16;
 
 // mbarriers. A tile has two halves of 256 channels. Parities: of full, empty and decay_full that of the stage's use, of
 // the others that of the tile, which is its stage.
 struct Barriers {
   uint64_t full[kStages][2];
   uint64_t empty[kStages][2];
-  uint64_t decay_full[2];
+  uint64_t decay_full[kStages];
   uint64_t weights_full;
   uint64_t weights_empty;
 };
 
 struct alignas(1024) SharedMemory {
   static constexpr int kRing = 6;  // slots
-  static constexpr int kValueThreads = 256;
+  static constexpr int kValueThreads = 2 * kWarpgroupThreads;
 
   uint8_t q[kTileBytes];              // 64 heads; heads past the last are zeros
   uint8_t keys[kStages][kTileBytes];  // 64 keys each; keys that are not attended are zeros. Later, results
   uint8_t weights[kBlockBytes];       // P of a tile, 64 heads x 64 keys of bf16
   uint8_t ring[kRing][kRingSlotBytes];
-  float decay[2][kTileHeads];  // what O is multiplied by before P V is added, even and odd tiles
-  float unit[kTileHeads];      // log2 of what weights were divided by in the last tile
-  float total[kTileHeads];     // sum of weights, in that unit
+  float decay[kStages][kTileHeads];  // what O is multiplied by before P V is added
+  float unit[kTileHeads];            // log2 of what weights were divided by in the last tile
+  float total[kTileHeads];           // sum of weights, in that unit
   float sink[kTileHeads];
   float rotation[kRopeDim];                   // (cos, sin) of the row's position
   uint32_t attended[kStages][kTileKeys / 8];  // word w: bit 4 i belongs to key 8 w + i
@@ -103,14 +105,14 @@ inline constexpr int kFewResultPitch = kHeadDim + 4;
 template <int kHeads>
 struct alignas(1024) FewHeadsSharedMemory {
   static constexpr int kRing = 9;
-  static constexpr int kValueThreads = 128;
+  static constexpr int kValueThreads = kWarpgroupThreads;
 
   uint8_t keys[kStages][kTileBytes];
   uint8_t q[kHeads * kHeadDim * 2];
   uint8_t weights[kHeads * kTileKeys * 2];
   uint8_t ring[kRing][kRingSlotBytes];
-  float decay[2][kHeads];
-  alignas(16) float warp_values[2][kHeads][4];  // maxima of a tile, at the end sums, of each warp's keys
+  float decay[kStages][kHeads];
+  alignas(16) float warp_values[kStages][kHeads][4];  // maxima of a tile, at the end sums, of each warp's keys
   float unit[kHeads];
   float total[kHeads];
   float sink[kHeads];

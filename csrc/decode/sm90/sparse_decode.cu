@@ -36,8 +36,6 @@
 //
 // What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2200 cycles at 64 heads),
 // scored (1500 to 2000, shared memory is contended), weighed (1300) and added (1000) before it can be filled again.
-#include <atomic>
-
 #include "common/launch.h"
 #include "common/ptx.cuh"
 #include "decode/sm90/attend.cuh"
@@ -180,28 +178,26 @@ constexpr Variant kVariants[] = {
     {kTileHeads, kTileThreads, sparse_decode_kernel, sizeof(SharedMemory)},
 };
 
-}  // namespace
-
-cudaError_t sparse_decode_device_code() {
-  static std::atomic<bool> loaded[kMaxDevices];
-  int device = 0;
-  if (cudaError_t err = cudaGetDevice(&device); err != cudaSuccess) return err;
-  if (device < kMaxDevices && loaded[device].load(std::memory_order_relaxed)) return cudaSuccess;
-  for (const Variant& v : kVariants) {
-    if (cudaError_t err = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                               static_cast<int>(v.shared_bytes));
-        err != cudaSuccess)
-      return err;
-  }
-  if (device < kMaxDevices) loaded[device].store(true, std::memory_order_relaxed);
-  return cudaSuccess;
+// Raises the kernels' shared-memory limits, which also loads them. A graph capture allows it.
+cudaError_t raise_shared_memory_limits() {
+  return once_a_device([] {
+    for (const Variant& v : kVariants) {
+      if (cudaError_t err = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(v.shared_bytes));
+          err != cudaSuccess)
+        return err;
+    }
+    return cudaSuccess;
+  });
 }
+
+}  // namespace
 
 cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStream_t stream) {
   DecodeParams p = params;
   if (p.num_tokens == 0) return cudaSuccess;
   if (p.num_heads < 1 || p.num_splits < 1 || (p.o_accum == nullptr && p.num_splits != 1)) return cudaErrorInvalidValue;
-  if (cudaError_t err = sparse_decode_device_code(); err != cudaSuccess) return err;
+  if (cudaError_t err = raise_shared_memory_limits(); err != cudaSuccess) return err;
   for (const Variant& v : kVariants) {
     if (v.block_heads != p.block_heads) continue;
     const int64_t groups = (p.num_heads + v.block_heads - 1) / v.block_heads;

@@ -47,8 +47,4 @@ struct DecodeParams {
 // bit-identical.
 cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStream_t stream);
 
-// Loads the kernels on the current device and raises their shared-memory limits, once; the first launch does it, also
-// inside a graph capture, which allows it.
-cudaError_t sparse_decode_device_code();
-
 }  // namespace sgl_dsv4::sm90

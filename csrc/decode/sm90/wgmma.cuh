@@ -1,4 +1,5 @@
-// The tensor core instructions of a warpgroup (sm_90a): descriptors, products, waiting. PTX ISA, "wgmma".
+// The tensor core instructions of a warpgroup (sm_90a): products, of operands that descriptors name (shared_memory.h),
+// and waiting. PTX ISA, "wgmma".
 //
 // An accumulator of m64nN is N / 2 registers a thread: with lane l of warp w, row 16 w + l / 4 (+ 8 for the odd pairs),
 // columns 8 j + 2 (l % 4) and the next one: d[4 j], d[4 j + 1] in the upper row, d[4 j + 2], d[4 j + 3] in the lower.
@@ -6,16 +7,7 @@
 
 #include <cstdint>
 
-#include "decode/sm90/shared_memory.h"
-
 namespace sgl_dsv4::sm90 {
-
-// A shared-memory operand in 128-byte swizzle (shared_memory.h), which starts at an address of the shared window. The
-// two strides, in bytes: between groups of 8 rows, and, for an operand that is read across (transposed), between
-// blocks of 64 channels.
-__device__ __forceinline__ uint64_t operand(uint32_t address) {
-  return operand_descriptor(address);
-}
 
 #define SGL_DSV4_ACC8(d, i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \

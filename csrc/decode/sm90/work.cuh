@@ -1,37 +1,17 @@
-// Which part of the problem a block has, and the roles of its warpgroups.
+// Which part of the problem a block has.
 #pragma once
 
+#include <cmath>
+
+#include "common/ptx.cuh"
 #include "decode/query.cuh"
+#include "decode/sm90/roles.h"
 #include "decode/sm90/shared_memory.h"
 #include "decode/sm90/sparse_decode.h"
 
 namespace sgl_dsv4::sm90 {
 
-// Warpgroup 0 computes scores and weights, 1 adds to O, 2 and 3 gather. At 64 heads O takes 128 registers of each
-// thread of two warpgroups: 1 has the left half, 4 the right one. setmaxnreg moves registers between the roles; the
-// limits of all warpgroups add up to what the block is launched with. Behind its role a warpgroup has no more than a
-// gathering one: nobody takes registers back before all have met, or a value warpgroup that comes late to a short block
-// would wait for them for ever.
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kConsumerThreads = 2 * kWarpgroupThreads;  // 0 and 1, which load Q
-inline constexpr int kGatherThreads = 2 * kWarpgroupThreads;
-inline constexpr int kThreads = kConsumerThreads + kGatherThreads;
-
-inline constexpr int kTileThreads = kThreads + kWarpgroupThreads;
-inline constexpr int kLaunchRegisters = 96;
-inline constexpr int kScoreRegisters = 64;
-inline constexpr int kValueRegisters = 160;
-inline constexpr int kGatherRegisters = 48;
-static_assert(kTileThreads * kLaunchRegisters <= 65536 &&
-              kScoreRegisters + 2 * kValueRegisters + 2 * kGatherRegisters <= 5 * kLaunchRegisters);
-
-// With few heads all of O is in warpgroup 1, and warpgroup 0 keeps what it gets.
-inline constexpr int kFewLaunchRegisters = 128;
-inline constexpr int kFewValueRegisters = 176;
-inline constexpr int kFewGatherRegisters = 112;
-inline constexpr int kFewScoreRegisters = kFewGatherRegisters;
-static_assert(kThreads * kFewLaunchRegisters <= 65536 &&
-              kFewScoreRegisters + kFewValueRegisters + 2 * kFewGatherRegisters <= 4 * kFewLaunchRegisters);
+inline constexpr float kMinusInfinity = -INFINITY;
 
 __device__ __forceinline__ int my_warpgroup() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
@@ -57,16 +37,9 @@ struct Work : Part {
   query::Position query_position;
 };
 
-// Volatile: asked for again at the end of the kernel, so that no role keeps the answer in registers.
-__device__ __forceinline__ uint32_t block_index() {
-  uint32_t index;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  return index;
-}
-
 // `block_heads`: heads a block, but for the last of a row.
 __device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) {
-  const uint32_t block = block_index();
+  const uint32_t block = ptx::ctaid_x();  // asked for again at the end: no role keeps it
   const uint32_t rest = divide(block, p.groups);
   const uint32_t group = block - rest * static_cast<uint32_t>(p.groups.divisor);
   const uint32_t token = divide(rest, p.splits);
