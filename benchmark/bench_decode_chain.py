@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
-from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_problem, random_cache
+from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_problem, random_cache, shape_options
 from common import COLOURS, Call, Progress, log2_axis, new_figure, run_facts, warm_medians, write_csv
 
 import sgl_dsv4_kernels as dk
@@ -89,15 +89,12 @@ def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--b", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 96, 128, 256], help="rows")
-    parser.add_argument("--heads", type=int, nargs="+", default=[64, 8, 16])
-    parser.add_argument("--topk", type=int, default=128, help="keys of the first cache")
-    parser.add_argument("--extra", type=int, nargs="+", default=[512], help="keys of the second cache, 0 for none")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[shape_options(heads=[64, 8, 16], extra=[512], iters=15)],
+    )
     parser.add_argument("--output", nargs="+", choices=OUTPUTS, default=list(OUTPUTS))
-    parser.add_argument("--tokens", type=int, default=200_000, help="of each cache")
-    parser.add_argument("--iters", type=int, default=15, help="replays of a graph")
-    parser.add_argument("--csv", type=Path, metavar="PATH")
     return parser.parse_args()
 
 

@@ -122,24 +122,31 @@ def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
     figure.savefig(path)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--b", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 96, 128, 256], help="rows (b * s_q)"
-    )
-    parser.add_argument("--heads", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+def shape_options(heads: list[int], extra: list[int], iters: int) -> argparse.ArgumentParser:
+    """A parent parser with the options of the decode benchmarks, and these defaults."""
+    parser = argparse.ArgumentParser(add_help=False)
+    rows = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256]
+    parser.add_argument("--b", type=int, nargs="+", default=rows, help="rows (b * s_q)")
+    parser.add_argument("--heads", type=int, nargs="+", default=heads)
     parser.add_argument("--topk", type=int, default=128, help="keys of the first cache")
-    parser.add_argument(
-        "--extra", type=int, nargs="+", default=[512, 1024], help="keys of the second cache, 0 for none"
+    parser.add_argument("--extra", type=int, nargs="+", default=extra, help="keys of the second cache, 0 for none")
+    parser.add_argument("--tokens", type=int, default=200_000, help="of each cache")
+    parser.add_argument("--iters", type=int, default=iters, help="repetitions")
+    parser.add_argument("--csv", type=Path, metavar="PATH")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[shape_options(heads=[8, 16, 32, 64, 128], extra=[512, 1024], iters=20)],
     )
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="split counts beside auto")
     parser.add_argument(
         "--backend", nargs="+", default=[None], help="of auto and the split counts; further ones get a column each"
     )
     parser.add_argument("--sglang-triton", action="store_true", help="a column for SGLang's Triton decode")
-    parser.add_argument("--tokens", type=int, default=200_000, help="of each cache")
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--csv", type=Path, metavar="PATH")
     return parser.parse_args()
 
 
