@@ -166,6 +166,24 @@ def readme_figures() -> str:
     if decode:
         lines += [*decode_intro(decode), "", *decode_table(decode), ""]
         lines += ["![time against rows](benchmark/results/h200/sparse_decode.png)", ""]
+    chain = [row for row in read("decode_chain.csv") if row["output"] == "bf16"]
+    if chain := [row for row in chain if row["extra"] == chain[0]["extra"]]:
+        lines += [
+            f"**A layer, from the query's projection to `wo_a`.** {machine(chain[0])}",
+            "Median us: **one call of ours / SGLang's chain** of query kernel, FlashMLA's two and inverse RoPE (ratio),",
+            "by heads of a rank; 8 and 16 are padded to 64 there. FlashMLA's metadata, 3 x 25 us a step, come on top.",
+            "",
+            *chain_table(chain),
+            "",
+        ]
+    if serving := read("serving.csv"):
+        lines += [
+            f"**Served**, a 6-layer model of DeepSeek-V4-Flash's layer shapes. {machine(serving[0])}",
+            "Time per output token without and with the plugin. A ratio that is nearer to 1 than the spread says nothing.",
+            "",
+            *serving_table(serving),
+            "",
+        ]
     return "\n".join(lines or ["Not measured yet."]).rstrip("\n") + "\n"
 
 
