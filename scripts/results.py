@@ -170,8 +170,9 @@ def readme_figures() -> str:
     if chain := [row for row in chain if row["extra"] == chain[0]["extra"]]:
         lines += [
             f"**A layer, from the query's projection to `wo_a`.** {machine(chain[0])}",
-            "Median us: **one call of ours / SGLang's chain** of query kernel, FlashMLA's two and inverse RoPE (ratio),",
-            "by heads of a rank; 8 and 16 are padded to 64 there. FlashMLA's metadata, 3 x 25 us a step, come on top.",
+            "Median us: **one call of ours / SGLang's chain** of query kernel, FlashMLA's two and inverse RoPE",
+            "(ratio), by heads of a rank; 8 and 16 are padded to 64 there. FlashMLA's metadata, 3 x 25 us a step, come",
+            "on top.",
             "",
             *chain_table(chain),
             "",
@@ -179,7 +180,8 @@ def readme_figures() -> str:
     if serving := read("serving.csv"):
         lines += [
             f"**Served**, a 6-layer model of DeepSeek-V4-Flash's layer shapes. {machine(serving[0])}",
-            "Time per output token without and with the plugin. A ratio that is nearer to 1 than the spread says nothing.",
+            "Time per output token without and with the plugin. A ratio that is nearer to 1 than the spread says",
+            "nothing.",
             "",
             *serving_table(serving),
             "",
