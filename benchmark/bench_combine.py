@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
-from common import Call, ColdTimer, device_copy, nbytes, run_facts, warm_medians, write_csv
+from common import Call, ColdTimer, comment, device_copy, nbytes, require_cuda, run_facts, warm_medians, write_csv
 
 import sgl_dsv4_kernels  # noqa: F401  (loads the ops)
 from sgl_dsv4_kernels.layout import HEAD_DIM
@@ -52,13 +52,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--csv", type=Path, metavar="PATH")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench_combine.py: needs a CUDA device", file=sys.stderr)
-        return 2
+    require_cuda()
 
     timer = ColdTimer()
     facts = run_facts() | {"rope": int(args.rope), "pdl": int(args.pdl)}
-    print(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}")
+    print(comment(facts))
     print(f"{'output':>18} {'S':>3} {'T':>5} {'h':>4} {'MB':>7}   cache       us   GB/s  copy us  copy/ours")
     shapes = [(output, s, t, h) for output in args.output for h in args.heads for t in args.tokens for s in args.splits]
     rows = []

@@ -20,7 +20,18 @@ from pathlib import Path
 
 import torch
 from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_problem, random_cache, shape_options
-from common import COLOURS, Call, Progress, log2_axis, new_figure, run_facts, warm_medians, write_csv
+from common import (
+    COLOURS,
+    Call,
+    Progress,
+    comment,
+    log2_axis,
+    new_figure,
+    require_cuda,
+    run_facts,
+    warm_medians,
+    write_csv,
+)
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels.layout import HEAD_DIM
@@ -100,9 +111,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    if not torch.cuda.is_available():
-        print("bench_decode_chain.py: needs a CUDA device", file=sys.stderr)
-        return 2
+    require_cuda()
     torch.manual_seed(0)
     facts = run_facts()
     found = flashmla(), sglang_steps()
@@ -111,7 +120,7 @@ def main() -> int:
     for reason in missing:
         print(f"# no column stock: {reason}")
     names = ["ours", *(["stock"] if peers else [])]
-    print(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}")
+    print(comment(facts))
     head = "".join(f"{name:>9}" for name in names)
     print(f"# us, warm\n{'heads':>5} {'keys':>10} {'b':>4} {'output':>12}{head}  stock/ours")
     caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)

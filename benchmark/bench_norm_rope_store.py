@@ -23,7 +23,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import COLOURS, Call, ColdTimer, Progress, device_copy, log2_axis, new_figure, run_facts, write_csv
+from common import (
+    COLOURS,
+    Call,
+    ColdTimer,
+    Progress,
+    comment,
+    device_copy,
+    log2_axis,
+    new_figure,
+    require_cuda,
+    run_facts,
+    write_csv,
+)
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM, NUM_SCALES, ROPE_DIM
@@ -288,14 +300,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    if not torch.cuda.is_available():
-        print("bench_norm_rope_store.py: needs a CUDA device", file=sys.stderr)
-        return 2
+    require_cuda()
     torch.manual_seed(0)
     cases = make_cases(args)
     facts = run_facts()
     stock, reason = stock_store()
-    print(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}")
+    print(comment(facts))
     print(f"# us, {'random' if args.random else 'paged'} slots{'' if stock else f'; no stock column: {reason}'}")
     print(header(), flush=True)
 

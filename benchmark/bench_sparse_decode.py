@@ -19,7 +19,18 @@ import sys
 from pathlib import Path
 
 import torch
-from common import Call, ColdTimer, Progress, log2_axis, new_figure, run_facts, warm_medians, write_csv
+from common import (
+    Call,
+    ColdTimer,
+    Progress,
+    comment,
+    log2_axis,
+    new_figure,
+    require_cuda,
+    run_facts,
+    warm_medians,
+    write_csv,
+)
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels import sm90_decode
@@ -152,9 +163,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    if not torch.cuda.is_available():
-        print("bench_sparse_decode.py: needs a CUDA device", file=sys.stderr)
-        return 2
+    require_cuda()
     torch.manual_seed(0)
     facts = run_facts()
     peers = {}
@@ -166,7 +175,7 @@ def main() -> int:
             print(f"# no column {name}: {reason}")
         elif api is not None:
             peers[name] = (api, make)
-    print(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}")
+    print(comment(facts))
     backend = resolve_backend(args.backend[0], torch.device("cuda"))
     print(f"# us, cold / warm; backend {backend}")
     names = ["auto", *(f"S={s}" for s in args.splits), *args.backend[1:], *peers]

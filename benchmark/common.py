@@ -131,6 +131,18 @@ def driver_version() -> str:
         return "unknown"
 
 
+def require_cuda() -> None:
+    """Exit with status 2 where no CUDA device is."""
+    if not torch.cuda.is_available():
+        print(f"{Path(sys.argv[0]).name}: needs a CUDA device", file=sys.stderr)
+        sys.exit(2)
+
+
+def comment(facts: Mapping[str, object]) -> str:
+    """Facts as the line that a table begins with."""
+    return f"# {', '.join(f'{key} {value}' for key, value in facts.items())}"
+
+
 def run_facts() -> dict[str, str]:
     """Columns that every CSV row carries: commit, date, GPU and versions."""
     return {

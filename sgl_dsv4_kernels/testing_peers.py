@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_dsv4_kernels.layout import HEAD_DIM, NOPE_DIM, CacheLayout
+from sgl_dsv4_kernels.plugin.targets import BY_KEY
 from sgl_dsv4_kernels.reference.decode import Source
 from sgl_dsv4_kernels.testing_decode import Problem
 
@@ -35,6 +36,23 @@ def sglang_triton() -> tuple[Any, str]:
     return flash_mla_sparse_decode_triton, ""
 
 
+def sglang_function(*names: str) -> tuple[Any, str]:
+    """The first of some functions, by dotted names, that can be imported and "", or None and the reason."""
+    reason = ""
+    for path in names:
+        module, name = path.rsplit(".", 1)
+        try:
+            return getattr(importlib.import_module(module), name), ""
+        except Exception as error:
+            reason = reason or f"SGLang's {name} cannot be imported: {type(error).__name__}: {error}"
+    return None, reason
+
+
+def hooked_function(key: str) -> tuple[Any, str]:
+    """The same of what a hook of the plugin replaces, such as "B5", wherever the installed SGLang has it."""
+    return sglang_function(*(path.name for path in BY_KEY[key].paths))
+
+
 class SglangSteps(NamedTuple):
     """SGLang's own kernels around the decode of a layer."""
 
@@ -48,22 +66,15 @@ class SglangSteps(NamedTuple):
 
 def sglang_steps() -> tuple[SglangSteps | None, str]:
     """SGLang's kernels and "", or None and the reason why they are not there."""
-    found = []
-    for name, modules in (
-        ("fused_q_norm_rope", ("attention.dsv4.norm_rope", "attention.dsv4.elementwise")),
-        ("fused_rope_inplace", ("attention.dsv4.norm_rope", "attention.dsv4.elementwise")),
-        ("sglang_per_token_group_quant_fp8", ("quantization.fp8_kernel",)),
-    ):
-        reason = ""
-        for module in modules:
-            try:
-                found.append(getattr(importlib.import_module(f"sglang.kernels.ops.{module}"), name))
-                break
-            except Exception as error:
-                reason = f"SGLang's {name} cannot be imported: {type(error).__name__}: {error}"
-        else:
+    found = (
+        hooked_function("B5"),
+        hooked_function("B3"),
+        sglang_function("sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_group_quant_fp8"),
+    )
+    for function, reason in found:
+        if function is None:
             return None, reason
-    return SglangSteps(*found), ""
+    return SglangSteps(*(function for function, _ in found)), ""
 
 
 def cache_view(source: Source) -> torch.Tensor:

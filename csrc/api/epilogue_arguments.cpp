@@ -26,15 +26,7 @@ void fill_sink_and_rope(const OptionalTensor& attn_sink, const OptionalTensor& f
     check_stride("attn_sink", *attn_sink, 0, 1);
     params->attn_sink = static_cast<const float*>(attn_sink->data_ptr());
   }
-  check_rope(freqs_cis, positions, n.tokens, n.device);
-  if (!freqs_cis) return;
-  const RopeTable table = rope_table(*freqs_cis, *positions);
-  params->freqs_cis = table.freqs_cis;
-  params->positions = table.positions;
-  params->num_freqs = table.num_freqs;
-  params->positions_are_int64 = table.positions_are_int64;
-  params->stride_freqs_position = table.stride_freqs_position;
-  params->stride_positions_token = table.stride_positions_token;
+  fill_rope(freqs_cis, positions, n.tokens, n.device, params);
 }
 
 void fill_scales(const OptionalTensor& scales, const RowsAndHeads& n, CombineParams* params) {
@@ -109,14 +101,6 @@ void check_rope(const OptionalTensor& freqs_cis, const OptionalTensor& positions
   check_cuda_device("positions", *positions, device);
   check_shape("positions", *positions, {tokens});
   check_dtype("positions", *positions, {ScalarType::Int, ScalarType::Long});
-}
-
-RopeTable rope_table(const Tensor& freqs_cis, const Tensor& positions) {
-  // An empty table has no data pointer, and then every position is outside it: nothing is read through this one.
-  static const float nowhere = 0.0f;
-  const auto* data = static_cast<const float*>(freqs_cis.data_ptr());
-  return {data == nullptr ? &nowhere : data,           positions.data_ptr(), freqs_cis.size(0),
-          positions.scalar_type() == ScalarType::Long, freqs_cis.stride(0),  positions.stride(0)};
 }
 
 void fill_epilogue(const OptionalTensor& attn_sink, const OptionalTensor& freqs_cis, const OptionalTensor& positions,

@@ -27,17 +27,25 @@ inline void check_vector_access(const char* name, const Tensor& t, int64_t eleme
           elements, ", got ", t.stride(d));
 }
 
-// A RoPE table and the rows of it that T tokens have: checks, and what a kernel reads them by.
-struct RopeTable {
-  const float* freqs_cis;
-  const void* positions;
-  int64_t num_freqs;
-  bool positions_are_int64;
-  int64_t stride_freqs_position;
-  int64_t stride_positions_token;
-};
 void check_rope(const OptionalTensor& freqs_cis, const OptionalTensor& positions, int64_t tokens, int32_t device);
-RopeTable rope_table(const Tensor& freqs_cis, const Tensor& positions);
+
+// A RoPE table and the positions of `tokens` tokens: checks, and the fields of CombineParams or QueryPrologue that a
+// kernel reads them by. Without them the fields stay as they are.
+template <typename Params>
+void fill_rope(const OptionalTensor& freqs_cis, const OptionalTensor& positions, int64_t tokens, int32_t device,
+               Params* params) {
+  check_rope(freqs_cis, positions, tokens, device);
+  if (!freqs_cis) return;
+  // An empty table has no data pointer, and then every position is outside it: nothing is read through this one.
+  static const float nowhere = 0.0f;
+  params->freqs_cis = static_cast<const float*>(freqs_cis->data_ptr());
+  if (params->freqs_cis == nullptr) params->freqs_cis = &nowhere;
+  params->positions = positions->data_ptr();
+  params->num_freqs = freqs_cis->size(0);
+  params->positions_are_int64 = positions->scalar_type() == ScalarType::Long;
+  params->stride_freqs_position = freqs_cis->stride(0);
+  params->stride_positions_token = positions->stride(0);
+}
 
 // Sink, inverse RoPE and outputs: everything of `params` but the partials and the sizes.
 void fill_epilogue(const OptionalTensor& attn_sink, const OptionalTensor& freqs_cis, const OptionalTensor& positions,

@@ -8,30 +8,27 @@
 
 namespace sgl_dsv4::api {
 
-QueryPrologue make_prologue(std::optional<double> norm_eps, const OptionalTensor& freqs_cis,
-                            const OptionalTensor& positions, int64_t tokens, int32_t device) {
-  check_rope(freqs_cis, positions, tokens, device);
-  QueryPrologue prologue = {};
-  prologue.has_norm = norm_eps.has_value();
-  prologue.eps = norm_eps ? static_cast<float>(*norm_eps) : 0.0f;
-  if (!freqs_cis) return prologue;
-  const RopeTable table = rope_table(*freqs_cis, *positions);
-  prologue.freqs_cis = table.freqs_cis;
-  prologue.positions = table.positions;
-  prologue.num_freqs = table.num_freqs;
-  prologue.positions_are_int64 = table.positions_are_int64;
-  prologue.stride_freqs_position = table.stride_freqs_position;
-  prologue.stride_positions_token = table.stride_positions_token;
-  return prologue;
-}
-
-void query_norm_rope(Tensor q, std::optional<double> norm_eps, OptionalTensor freqs_cis, OptionalTensor positions,
-                     bool pdl, Tensor out) {
+int32_t check_query(const Tensor& q) {
   const int32_t device = q.get_device_index();
   check_cuda_device("q", q, device);
   check_shape("q", q, {kAny, kAny, kHeadDim});
   check_dtype("q", q, {ScalarType::BFloat16});
   check_stride("q", q, 2, 1);
+  return device;
+}
+
+QueryPrologue make_prologue(std::optional<double> norm_eps, const OptionalTensor& freqs_cis,
+                            const OptionalTensor& positions, int64_t tokens, int32_t device) {
+  QueryPrologue prologue = {};
+  prologue.has_norm = norm_eps.has_value();
+  prologue.eps = norm_eps ? static_cast<float>(*norm_eps) : 0.0f;
+  fill_rope(freqs_cis, positions, tokens, device, &prologue);
+  return prologue;
+}
+
+void query_norm_rope(Tensor q, std::optional<double> norm_eps, OptionalTensor freqs_cis, OptionalTensor positions,
+                     bool pdl, Tensor out) {
+  const int32_t device = check_query(q);
   const int64_t tokens = q.size(0), heads = q.size(1);
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   check(heads <= kMax && (heads == 0 || tokens <= kMax / heads), "q: expected T * h below 2^31, got ", tokens, " * ",

@@ -9,6 +9,9 @@
 
 namespace sgl_dsv4::api {
 
+// Checks a query [T, h, 512]; its device.
+int32_t check_query(const torch::stable::Tensor& q);
+
 // What the caller wants done to a query of `tokens` rows: checks, and how a kernel takes it.
 QueryPrologue make_prologue(std::optional<double> norm_eps, const std::optional<torch::stable::Tensor>& freqs_cis,
                             const std::optional<torch::stable::Tensor>& positions, int64_t tokens, int32_t device);

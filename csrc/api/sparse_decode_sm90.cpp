@@ -63,11 +63,7 @@ sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tenso
                                int64_t page_size, int64_t extra_page_size, double softmax_scale, int64_t block_heads,
                                std::optional<double> q_norm_eps, const OptionalTensor& q_freqs_cis,
                                const OptionalTensor& q_positions) {
-  const int32_t device = q.get_device_index();
-  check_cuda_device("q", q, device);
-  check_shape("q", q, {kAny, kAny, kHeadDim});
-  check_dtype("q", q, {ScalarType::BFloat16});
-  check_stride("q", q, 2, 1);
+  const int32_t device = check_query(q);
   const int64_t tokens = q.size(0), heads = q.size(1);
   check(heads >= 1 && heads <= kMaxInt && tokens <= kMaxInt, "q: expected at least one head and fewer than 2^31 rows");
   check(extra_cache.has_value() == extra_indices.has_value(),
