@@ -8,11 +8,11 @@ Starts two servers on the same GPU, stock (SGL_DSV4_KERNELS=off) and patched, an
 ABBA, so a drift of the clock meets both. For each concurrency, over up to --runs rounds, as one batch request of random
 prompts that lie in the prefix cache:
 
-- TPOT: (time of GEN tokens - time of 1 token) / (GEN - 1); the ratio is the median over the rounds of patched / stock;
-  the spread is the larger interquartile range of the two servers, in percent of the median. A host that is busy
-  elsewhere only ever adds time: "low" is the TPOT of the least disturbed requests, from the lowest tenth of the times
-  of GEN tokens and that of the times of 1 token, each by itself (up to 10 rounds: the least of each);
-- throughput: output tokens a second of the GEN-token request;
+- TPOT: from the moment when every prompt has its first token to the last token of all, over GEN - 1, as the client sees
+  it; the server sends nothing between (sampling parameter stream_interval). The ratio is the median over the rounds of
+  patched / stock; the spread is the larger interquartile range of the two servers, in percent of the median. A host
+  that is busy elsewhere only ever adds time: "low" is the lowest tenth of the TPOT (up to 10 rounds: the least);
+- throughput: output tokens a second of the whole request;
 - TTFT (--ttft): time to the first streamed token of prompts that are new to the cache, median over requests.
 
 Then a profile of decode steps by kernel group (--profile), in NAME_profile.csv beside the CSV; it needs servers on this
@@ -64,11 +64,20 @@ BAR_COLOURS = (
 """Of decode_profile.GROUPS."""
 
 
-def request_seconds(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Wall time of one batch request."""
-    start = time.perf_counter()
-    client.generate(prompts, tokens)
-    return time.perf_counter() - start
+def request_seconds(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
+    """Wall time of one batch request, and that part of it after every prompt has its first token."""
+    start = first = end = time.perf_counter()
+    waiting = set(range(len(prompts)))
+    for event in client.stream(prompts, tokens, interval=tokens):
+        end = time.perf_counter()
+        if "index" not in event:
+            raise ServingError(f"{client.url}: {json.dumps(event)[:300]}")
+        if event["index"] in waiting:
+            waiting.discard(event["index"])
+            first = end
+    if waiting:
+        raise ServingError(f"{client.url}: {len(waiting)} of {len(prompts)} prompts were not answered")
+    return end - start, end - first
 
 
 def first_token_seconds(client: Client, prompts: Sequence[Sequence[int]]) -> list[float]:
@@ -97,36 +106,30 @@ def low_decile(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 10]
 
 
-def tpot_ms(one: float, full: float, gen: int) -> float:
-    """Time per output token, from the seconds of 1 token and of ``gen`` tokens."""
-    return (full - one) / (gen - 1) * 1e3
-
-
 def measure(
     clients: dict[str, Client], prompts: Sequence[Sequence[int]], args: argparse.Namespace
 ) -> dict[str, object]:
     """One row of the table: all figures of one concurrency, without TTFT."""
     gen, concurrency = args.gen, len(prompts)
-    ones: dict[str, list[float]] = {side: [] for side in SIDES}
-    fulls: dict[str, list[float]] = {side: [] for side in SIDES}
+    tpot: dict[str, list[float]] = {side: [] for side in SIDES}
+    rate: dict[str, list[float]] = {side: [] for side in SIDES}
     for client in clients.values():
         client.generate(prompts, 1)  # into the prefix cache
-        client.generate(prompts, gen)  # shapes met for the first time are compiled here
+        request_seconds(client, prompts, gen)  # shapes met for the first time are compiled here
     begin = time.monotonic()
     for done in range(args.runs):
         if done >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
             break
         for side in SIDES if done % 2 == 0 else reversed(SIDES):
-            for times, tokens in ((ones, 1), (fulls, gen)):
-                times[side].append(request_seconds(clients[side], prompts, tokens))
-    tpot = {side: [tpot_ms(*pair, gen) for pair in zip(ones[side], fulls[side], strict=True)] for side in SIDES}
-    rate = {side: [concurrency * gen / full for full in fulls[side]] for side in SIDES}
+            whole, decode = request_seconds(clients[side], prompts, gen)
+            tpot[side].append(decode / (gen - 1) * 1e3)
+            rate[side].append(concurrency * gen / whole)
     row: dict[str, object] = {"concurrency": concurrency, "rounds": len(tpot["stock"])}
     for side in SIDES:
         row[f"{side}_tpot_ms"] = round(statistics.median(tpot[side]), 5)
     row["tpot_ratio"] = round(statistics.median(p / s for s, p in zip(*(tpot[side] for side in SIDES), strict=True)), 4)
     for side in SIDES:
-        row[f"{side}_tpot_low_ms"] = round(tpot_ms(low_decile(ones[side]), low_decile(fulls[side]), gen), 5)
+        row[f"{side}_tpot_low_ms"] = round(low_decile(tpot[side]), 5)
     row["tpot_low_ratio"] = round(row["patched_tpot_low_ms"] / row["stock_tpot_low_ms"], 4)
     row["tpot_spread_percent"] = round(max(spread_percent(tpot[side]) for side in SIDES), 2)
     for side in SIDES:

@@ -77,9 +77,17 @@ class Client:
         body = {"input_ids": list(prompts), "sampling_params": greedy(tokens), **more}
         return json.loads(self.call("/generate", body))
 
-    def stream(self, prompt: Sequence[int], tokens: int, **more: object) -> Iterator[Json]:
-        """One streamed request: its events in order. Closing the iterator hangs up."""
-        body = {"input_ids": list(prompt), "sampling_params": greedy(tokens), "stream": True, **more}
+    def stream(
+        self, prompt: Sequence[int] | Sequence[Sequence[int]], tokens: int, interval: int | None = None, **more: object
+    ) -> Iterator[Json]:
+        """One streamed request: its events in order. Closing the iterator hangs up.
+
+        Args:
+            prompt: of several prompts, each event says in "index" whose it is.
+            interval: tokens from one event of a prompt to the next, the first after 1; None: the server's.
+        """
+        sampling = greedy(tokens) | ({"stream_interval": interval} if interval else {})
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True, **more}
         try:
             with self.open("/generate", body) as response:
                 for line in response:

@@ -2,9 +2,10 @@
 
 Faults come from the environment: FAKE_DIE=1 (ends at start), FAKE_HANG=1 (never ready), FAKE_ERROR=1 (each generation
 fails), FAKE_ERROR_BATCH=n (those of n prompts do), FAKE_NAN=1 (NaN logprobs), FAKE_CHILD=1 (a worker outlives a kill
--9), FAKE_STUBBORN=1 (the server outlives its ranks), FAKE_ONE_RANK=1 (only one rank says what is active), and such log
+-9), FAKE_ONE_RANK=1 (only one rank says what is active), and such log
 lines: FAKE_FALLBACK=1, FAKE_EAGER=1, FAKE_INACTIVE=1, FAKE_MISMATCH=1. Of the servers whose SGL_DSV4_KERNELS is in
-FAKE_ON: FAKE_SHIFT=x (added to logprobs), FAKE_FLIP=1 (other tokens), FAKE_SCALE=x (time of a token).
+FAKE_ON: FAKE_SHIFT=x (added to logprobs), FAKE_FLIP=1 (other tokens), FAKE_SCALE=x (time of a token), FAKE_STUBBORN=1
+(the server outlives its ranks).
 """
 
 from __future__ import annotations
@@ -113,13 +114,19 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
+        batch = prompts if isinstance(prompts[0], list) else [prompts]
+        interval = body["sampling_params"].get("stream_interval", 1)
         try:
             for place in range(tokens):
                 if body.get("rid") in aborted:
                     break
                 time.sleep(TOKEN_SECONDS)
-                event = json.dumps(result(prompts, place + 1, 1)).encode() if place < 8 else b"{}"
-                self.wfile.write(b"data: " + event + b"\n\n")
+                if place % interval and place + 1 < tokens:
+                    continue
+                for index, prompt in enumerate(batch):
+                    event = result(prompt, place + 1, 1) if place < 8 else {}
+                    event |= {"index": index} if batch is prompts else {}
+                    self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
                 self.wfile.flush()
             self.wfile.write(b"data: [DONE]\n\n")
         except OSError:
@@ -154,7 +161,7 @@ def start_ranks() -> None:
 
     def watch(rank: subprocess.Popen[bytes]) -> None:
         rank.wait()
-        if E("FAKE_STUBBORN") != "1":
+        if not (ON and E("FAKE_STUBBORN") == "1"):
             end()
 
     signal.signal(signal.SIGTERM, end)

@@ -173,14 +173,29 @@ def test_low_decile():
     assert bench_serving.low_decile([float(i) for i in range(11, 0, -1)]) == 2.0
 
 
-@pytest.mark.parametrize("delayed", [1, 17])
-def test_low_is_of_requests_that_nothing_delayed(monkeypatch, delayed):
-    """1 s and 1 ms a token; in two rounds of three a request takes longer, that of 1 token or the other one."""
+def test_tpot_begins_when_all_have_their_first_token():
+    """Two prompts: first tokens after 1 and 3 s, last ones after 5 and 7."""
+    times = iter([0.0, 1.0, 3.0, 5.0, 7.0])
+    client = types.SimpleNamespace(stream=lambda *_, **__: iter([{"index": i} for i in (1, 0, 0, 1)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_serving.time, "perf_counter", lambda: next(times))
+        assert bench_serving.request_seconds(client, [[3], [4]], 17) == (7, 4)
+
+
+@pytest.mark.parametrize(("events", "text"), [([{"index": 0}], "1 of 2 prompts"), ([{"error": "told to"}], "told to")])
+def test_request_that_is_not_answered(events, text):
+    client = types.SimpleNamespace(url="http://x", stream=lambda *_, **__: iter(events))
+    with pytest.raises(serving.ServingError, match=text):
+        bench_serving.request_seconds(client, [[3], [4]], 17)
+
+
+def test_low_is_of_requests_that_nothing_delayed(monkeypatch):
+    """A token takes 1 ms; in two rounds of three it takes longer."""
     calls = []
 
-    def seconds(client, prompts, tokens):
-        calls.append(tokens)
-        return 1 + 0.001 * (tokens - 1) + 0.01 * (tokens == delayed and calls.count(tokens) > 2)
+    def seconds(*_):
+        calls.append(1)
+        return 1.0, 0.016 + 0.01 * (len(calls) > 4)  # a warm-up of each server, and the first round
 
     monkeypatch.setattr(bench_serving, "request_seconds", seconds)
     args = bench_serving.parse(["--model", "x", "--gen", "17", "--runs", "3"])
@@ -188,7 +203,8 @@ def test_low_is_of_requests_that_nothing_delayed(monkeypatch, delayed):
     row = bench_serving.measure(clients, [[3]], args)
     assert row["stock_tpot_low_ms"] == row["patched_tpot_low_ms"] == pytest.approx(1)
     assert row["tpot_low_ratio"] == 1
-    assert row["patched_tpot_ms"] == pytest.approx(1 + 0.01e3 / 16 * (1 if delayed > 1 else -1))
+    assert row["patched_tpot_ms"] == pytest.approx(26 / 16)
+    assert row["stock_tokens_per_s"] == 17
 
 
 def test_plot_has_a_colour_for_each_group(tmp_path, monkeypatch):
@@ -271,7 +287,7 @@ def test_check_passes_on_equal_servers(port, tmp_path, capsys):
         ("a", {"FAKE_ON": "store", "FAKE_SHIFT": "1e-7"}, "(a) store = stock, batch 1"),
         ("e", {"FAKE_ON": "off", "FAKE_FLIP": "1"}, "(e) off = stock, batch 4"),
         ("b", {"FAKE_ON": "all", "FAKE_SHIFT": "0.01"}, "(b) logprob differences, mean"),
-        ("b", {"FAKE_ON": "all", "FAKE_FLIP": "1"}, "(b) token agreement"),
+        ("b", {"FAKE_ON": "all", "FAKE_FLIP": "1"}, "(b) tokens that disagree"),
         ("a", {"FAKE_INACTIVE": "1"}, "(-) store: every hook active"),
         ("v", {"FAKE_MISMATCH": "1"}, "(v) shadow mode"),
         ("b", {"FAKE_NAN": "1"}, "(ab) all: finite logprobs"),
@@ -326,7 +342,7 @@ def test_check_of_two_ranks_and_two_models(port, tmp_path, capfd):
     ("checks", "faults", "line"),
     [
         ("a", {"FAKE_ONE_RANK": "1"}, "(-) store: every hook active: 1 lines say so, 2 ranks"),
-        ("d", {"FAKE_STUBBORN": "1"}, "(d) kill -9: its processes end"),
+        ("d", {"FAKE_ON": "all", "FAKE_STUBBORN": "1"}, "(d) kill -9: its processes end"),
         ("t", {}, "(t) benchmark: status 1"),
     ],
 )
@@ -337,6 +353,34 @@ def test_check_of_two_ranks_finds(port, tmp_path, monkeypatch, capsys, checks, f
     bench = "--concurrency 1 --ctx 300 --gen 9 --runs 1 --ttft --profile 1 --profile-steps 2 --most-replaced 0.35"
     assert check(port, tmp_path, checks, "--tp", "2", "--bench", bench) == 1
     assert line in capsys.readouterr().out.partition("\n\nFAILED")[2]
+
+
+def test_check_of_two_ranks_ends_what_stock_leaves_too(port, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_ON", ",all")
+    monkeypatch.setenv("FAKE_STUBBORN", "1")
+    monkeypatch.setattr(serving.Server, "wait_gone", lambda self, seconds, wait=serving.Server.wait_gone: wait(self, 1))
+    assert check(port, tmp_path, "d", "--tp", "2") == 0
+    assert "ok     (d) kill -9: its processes end: left: [" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("worse", "passed"), [(0, True), (1, True), (20, False)])
+def test_differences_by_chance(capsys, worse, passed):
+    """Of 48 prompts, half differ by 0.01 between stock's batches and half do from stock; or ``worse`` more."""
+
+    def answers(places, by):
+        return [check_serving.Answer((1,), (-1 - by * (i in places),)) for i in range(48)]
+
+    stock = {1: answers((), 0), 8: answers(range(0, 48, 2), 0.01)}
+    odd = set(range(1, 48, 2)) | set(range(0, 2 * worse, 2))
+    ours = {
+        batch: [
+            check_serving.Answer(a.tokens, (a.logprobs[0] - 0.01 * (i in odd),)) for i, a in enumerate(stock[batch])
+        ]
+        for batch in stock
+    }
+    report = check_serving.Report()
+    check_serving.check_close(report, ours, stock)
+    assert report.lines[0].startswith("ok" if passed else "FAILED")
 
 
 def test_one_server_at_a_time_with_tensor_parallelism():
