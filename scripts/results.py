@@ -135,6 +135,21 @@ def profile_table(rows: list[Row]) -> list[str]:
     )  # fmt: skip
 
 
+def limits_table(rows: list[Row]) -> list[str]:
+    """A line for each kernel; percentages are whole."""
+    percent = ("tensor_pct", "shared_pct", "issue_pct", "l2_pct", "dram_pct")
+    return table(
+        ["heads", "rows", "kernel", "blocks", "us", "tensor", "shared", "issue", "L2", "DRAM", "limit", "stalls"],
+        (
+            [
+                *(row[column] for column in ("heads", "b", "kernel", "blocks")), number(row["us"]),
+                *(number(row[column], 0) for column in percent), row["limit"], row["stalls"] or "-",
+            ]
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
 # ---- the two documents
 
 
@@ -230,6 +245,9 @@ STORE_TEXT = """Median us, L2 flushed before each run, **ours / SGLang's kernel 
 launch and events, 2 to 3 us, are in every figure."""
 DECODE_TEXT = """Median us, **ours / FlashMLA's Hopper kernel** (fewer than 64 heads padded to 64, as SGLang does).
 Warm: per call of a graph of 20. Cold: one call, L2 flushed before."""
+LIMITS_TEXT = """Each kernel alone under Nsight Compute, L2 warm, clocks not fixed: percent of what a unit can do
+(tensor, shared memory, issue slots: while an SM has warps), and the three largest stalls' shares of the warps' time.
+Limit: the unit that is used most, if that is 60 % or more, otherwise latency."""
 CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `sparse_decode` with the query's norm and
 RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
 for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata."""
@@ -248,6 +266,7 @@ def results() -> str:
         "# Results", "", "Written by scripts/results.py from the CSV files under benchmark/results/h200.", "",
         *section("norm_rope_store.csv", "Store", "bench_norm_rope_store.py --layout all", STORE_TEXT, store_tables),
         *section("sparse_decode.csv", "Decode", "bench_sparse_decode.py", DECODE_TEXT, decode_tables),
+        *section("decode_limits.csv", "What limits the decode", "decode_limits.py", LIMITS_TEXT, limits_table),
         *section("decode_chain.csv", "A layer's chain", "bench_decode_chain.py", CHAIN_TEXT, chain_tables),
         *section("combine.csv", "Combine kernel", "bench_combine.py", "Median us.", combine_table),
         *section("serving.csv", "Serving", "bench_serving.py", SERVING_TEXT, serving_table),

@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import itertools
 import math
+import os
 import random
 import re
 import shlex
@@ -160,10 +161,12 @@ class Report:
 
 
 def gpu_memory_mib() -> int | None:
-    """GPU memory in use on all GPUs, or None without nvidia-smi."""
+    """GPU memory in use on all visible GPUs, or None without nvidia-smi."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     for smi in ("nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi"):
         try:
             command = [smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+            command += [f"--id={visible}"] if visible else []
             return sum(
                 map(int, subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30).split())
             )

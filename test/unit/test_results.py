@@ -76,6 +76,22 @@ def test_serving_table_has_the_low_ratio_where_it_was_measured(results):
     assert line == "| 8 | 7 | 2.000 | 1.500 | 0.750 | 0.740 | 3.2 | 1.300 |"
 
 
+def limits_row(**changed):
+    row = {"heads": "64", "topk": "128", "extra": "512", "b": "1", "kernel": "decode", "blocks": "40", "us": "5.04"}
+    row |= {"tensor_pct": "9.6", "shared_pct": "31.2", "issue_pct": "12.0", "l2_pct": "4.4", "dram_pct": ""}
+    return row | {"limit": "latency (most: L2 4 %)", "stalls": "long_scoreboard 50; wait 9"} | RUN | changed
+
+
+def test_limits_are_a_section_where_they_were_measured(results, tmp_path):
+    assert "What limits the decode" not in results.results()
+    write(tmp_path, "decode_limits.csv", [limits_row(), limits_row(kernel="combine", stalls="")])
+    text = results.results()
+    assert "## What limits the decode\nG, torch 2, driver 5, commit abc, 2026-01-01.\n[decode_limits.csv](" in text
+    numbers = "| 40 | 5.0 | 10 | 31 | 12 | 4 | - | latency (most: L2 4 %) |"
+    assert f"| 64 | 1 | decode {numbers} long_scoreboard 50; wait 9 |" in text
+    assert f"| 64 | 1 | combine {numbers} - |" in text
+
+
 def test_readme_figures(results, tmp_path):
     assert results.readme_figures() == "Not measured yet.\n"
     write(tmp_path, "sparse_decode.csv", decode_rows() + decode_rows("1024"))
