@@ -106,7 +106,7 @@ def main() -> None:
             sm90(heads, block_heads)
         query()
         combine(8)
-    combine(64)
+    combine(128)
     triton()
     torch.cuda.synchronize()
     print(f"sm90 {'with ' + str(HEADS) if hopper else 'missing'}, query, combine, triton")

@@ -75,11 +75,14 @@ class Cost(NamedTuple):
 
 COSTS = {8: Cost(1.8, 0.5, 1.7), 16: Cost(2.2, 0.3, 1.84), 32: Cost(3.7, 0.3, 2.06), 64: Cost(4.3, 0.4, 2.7)}
 COMBINE_US = 2.3
+SMALL_COMBINE_US = 1.5
+SMALL_COMBINE_ROWS = 264
 COMBINE_BYTES_PER_US = 3.8e6
-"""By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 145
-plans on an H200 (CUDA graphs of 20 calls, 128 + 512 keys, random slots): half of the good plans within 3 %, all within
-15 %. The plan that they choose is the fastest one measured but for 32 rows (4 % off) and 64 rows (1 %) of 64 heads.
-Times of 64 heads in us, splits in brackets:
+"""By heads a block; and the combine kernel: launch, less for rows x heads that find it waiting (kSmallGrid in
+csrc/decode/combine.cu), and the partials' way out and back. Fitted to the times of 145 plans on an H200 (CUDA graphs
+of 20 calls, 128 + 512 keys, random slots): half of the good plans within 3 %, all within 15 %. The plan that
+they choose is the fastest one measured but for 32 rows (4 % off) and 64 rows (1 %) of 64 heads. Times of 64 heads, us,
+splits in brackets:
 
 ====================  =========  =========  =========
 heads a block                16         32         64
@@ -92,6 +95,18 @@ heads a block                16         32         64
 64 rows                           27.0 (1)   26.8 (2)
 128 rows                                     32.8 (1)
 ====================  =========  =========  =========
+
+With 8 heads a block, measured among other kernels, as a model has them: 1 row and 10 splits 5.3 + 2.3 (decode and
+combine kernel) against 6.0 + 2.3 with 16 heads, 4 rows 8.5 + 2.7 (4) against 7.9 + 2.1 (5).
+"""
+
+ALL_TOKENS_PAGE = 2
+USUAL_ALL_TOKENS = 128
+"""A list of the best compressed tokens (ratio 4) is full as soon as the context is long enough. A list of all
+compressed tokens (ratio 128, whose pages of 256 tokens hold 2) has room for the longest context that a server allows,
+8256 keys for a million tokens, and few contexts are that long: plans for it weigh full lengths and 128 keys, a context
+of 16384 tokens, alike. 128 + 32 keys of 128 + 576, 64 heads, among other kernels, us: 32 rows 18.2 by the plan for full
+lengths (64 heads a block, 4 splits), 10.9 by this one (16, 1); 16 rows 12.0 (32, 4) and 10.3 (16, 1).
 """
 
 
@@ -102,24 +117,39 @@ class Plan(NamedTuple):
     num_splits: int
 
 
+def usual_keys(main: Source, extra: Source | None) -> int | None:
+    """Keys that a row usually attends to, None if as many as are listed."""
+    if extra is None or extra.page_size > ALL_TOKENS_PAGE:
+        return None
+    return main.indices.shape[-1] + min(extra.indices.shape[-1], USUAL_ALL_TOKENS)
+
+
 def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) -> float:
-    """Time of a decode by the model: waves of blocks, then the combine kernel.
+    """Time of a decode by the model: waves of blocks, then the combine kernel. Splits without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    2.2 + 0.3 * 40 / 132 + 1.84 = 4.13; partials of 1.3 MB, 2.3 + 0.35. Together 6.8.
+    2.2 + 0.3 * 40 / 132 + 1.84 = 4.13; partials of 1.3 MB, 1.5 + 0.35. Together 6.0.
     """
     cost = COSTS[plan.block_heads]
-    blocks = rows * -(-heads // plan.block_heads) * plan.num_splits
-    tiles = -(-max(1, -(-keys // SPLIT_BLOCK_KEYS)) // plan.num_splits)
+    all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
+    splits = min(plan.num_splits, all_tiles)
+    blocks = rows * -(-heads // plan.block_heads) * splits
     waves = -(-blocks // sm_count)
-    time = waves * (cost.fixed + cost.crowded * min(1.0, blocks / sm_count) + tiles * cost.tile)
+    time = waves * (cost.fixed + cost.crowded * min(1.0, blocks / sm_count) + -(-all_tiles // splits) * cost.tile)
     if plan.num_splits > 1:
-        time += COMBINE_US + plan.num_splits * rows * heads * HEAD_DIM * 4 / COMBINE_BYTES_PER_US
+        time += SMALL_COMBINE_US if rows * heads <= SMALL_COMBINE_ROWS else COMBINE_US
+        time += splits * rows * heads * HEAD_DIM * 4 / COMBINE_BYTES_PER_US
     return time
 
 
 def choose_plan(
-    rows: int, heads: int, keys: int, sm_count: int, num_splits: int | None = None, batch_invariant: bool = False
+    rows: int,
+    heads: int,
+    keys: int,
+    sm_count: int,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    usual: int | None = None,
 ) -> Plan:
     """The plan with the least predicted time: a function of shapes alone, so that one graph serves all lengths.
 
@@ -127,9 +157,10 @@ def choose_plan(
         rows: T. heads: h. keys: K + extra K, the widths of the index lists. sm_count: of the device.
         num_splits: fixed, None = free. At most MAX_PARTIAL_BYTES of partials are made unless it is fixed.
         batch_invariant: heads a block from ``heads`` alone; ``num_splits`` is then given.
+        usual: `usual_keys`; if not None, the product of the times for all keys and for so many counts.
 
-    Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (16, 10), 8 rows (16, 4), 128 rows (64, 1). Eight heads a block
-    serve 8 heads only.
+    Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (8, 10), 8 rows (16, 4), 128 rows (64, 1). 128 + 576 keys of which
+    256 are usual: 32 rows (16, 1).
     """
     most_heads = min(heads, 64)
     tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
@@ -137,13 +168,15 @@ def choose_plan(
     best, best_time = None, 0.0
     # Plain loops: torch.compile traces them.
     for block_heads in COSTS:
-        if block_heads > most_heads or block_heads < (most_heads if batch_invariant else min(most_heads, 16)):
+        if block_heads > most_heads or (batch_invariant and block_heads < most_heads):
             continue
         for splits in range(1 if num_splits is None else num_splits, last + 1):
             if num_splits is None and splits > 1 and splits * rows * heads * HEAD_DIM * 4 > MAX_PARTIAL_BYTES:
                 break
             plan = Plan(block_heads, splits)
             time = predicted_us(rows, heads, keys, sm_count, plan)
+            if usual is not None:
+                time *= predicted_us(rows, heads, usual, sm_count, plan)
             if best is None or time < best_time:
                 best, best_time = plan, time
     return best
@@ -167,7 +200,7 @@ def _attention(
 ) -> tuple:
     """The leading arguments of both ops."""
     keys = listed_keys(main, extra)
-    plan = cached_plan(q.shape[0], q.shape[1], keys, count_sms(q.device), num_splits, batch_invariant)
+    plan = cached_plan(*q.shape[:2], keys, count_sms(q.device), num_splits, batch_invariant, usual_keys(main, extra))
     return (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, *prologue)
 
 

@@ -5,6 +5,12 @@
 
 namespace sgl_dsv4::ptx {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kHasGriddepcontrol = true;
+#else
+inline constexpr bool kHasGriddepcontrol = false;
+#endif
+
 // PTX ISA, "griddepcontrol": blocks until every grid this one depends on has finished and its writes are visible.
 // A no-op in a grid that was launched without the programmatic attribute. Code below sm_90 has no such wait, and the
 // host must not set the attribute for it (see launch.h).
@@ -30,10 +36,13 @@ __device__ __forceinline__ uint32_t ctaid_x() {
   return index;
 }
 
-// A value that is computed before this point of the program, not where it is used.
+// A value that is computed before this point of the program, not where it is used, and not known to the compiler.
 template <typename T>
 __device__ __forceinline__ void keep(T*& value) {
   asm volatile("" : "+l"(value));
+}
+__device__ __forceinline__ void keep(int& value) {
+  asm volatile("" : "+r"(value));
 }
 
 // PTX ISA, "setmaxnreg" (sm_90a): moves the register limit of this warp; every warp of a warpgroup executes it, and the

@@ -60,6 +60,7 @@ struct CombineParams {
   int32_t num_heads;   // h >= 1; T * h < 2^31
   OutputKind output;
   bool positions_are_int64;
+  bool starts_early;  // set by the launch: blocks may start while the previous kernel runs
 
   int64_t stride_o_accum_split, stride_o_accum_token, stride_o_accum_head;
   int64_t stride_lse_accum_split, stride_lse_accum_token, stride_lse_accum_head;

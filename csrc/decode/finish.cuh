@@ -23,7 +23,8 @@ struct Place {
   int64_t head;
   int group;  // of 128 channels; a whole warp has one
   int lane;
-  int channel;  // first of kVec
+  int channel;       // first of kVec
+  bool dry = false;  // nothing is read or written: combine.cu
 };
 
 // most * ln 2 + ln(sum), ln 2 in two parts: one rounding.
@@ -51,14 +52,14 @@ __device__ __forceinline__ int64_t load_position(int64_t token, const CombinePar
 }
 
 __device__ __forceinline__ int64_t load_position(const Place& place, const CombineParams& p) {
-  if (!rotates(place, p)) return 0;
+  if (place.dry || !rotates(place, p)) return 0;
   return load_position(place.token, p);
 }
 
 __device__ __forceinline__ Rotation load_rotation(const Place& place, int64_t position, const CombineParams& p) {
   const float2 nan = make_float2(NAN, NAN);
   Rotation r = {{nan, nan}};
-  if (rotates(place, p) && position >= 0 && position < p.num_freqs) {
+  if (!place.dry && rotates(place, p) && position >= 0 && position < p.num_freqs) {
     const float* row = p.freqs_cis + position * p.stride_freqs_position + (place.channel - kNopeDim);
     r.pair[0] = reinterpret_cast<const float2*>(row)[0];
     r.pair[1] = reinterpret_cast<const float2*>(row)[1];
@@ -82,6 +83,7 @@ __device__ __forceinline__ void store_bf16(const float (&x)[kVec], const Place& 
   uint16_t* out =
       static_cast<uint16_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head + place.channel;
   const uint2 packed = make_uint2(epilogue::cvt_bf16x2(x[0], x[1]), epilogue::cvt_bf16x2(x[2], x[3]));
+  if (place.dry) return;
   if (reinterpret_cast<uintptr_t>(out) % sizeof(uint2) == 0) {
     *reinterpret_cast<uint2*>(out) = packed;
   } else {  // a caller's view may start anywhere
@@ -94,7 +96,7 @@ __device__ __forceinline__ void store_bf16(const float (&x)[kVec], const Place& 
 
 __device__ __forceinline__ void store_e4m3(uint32_t codes, const Place& place, const CombineParams& p) {
   uint8_t* out = static_cast<uint8_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head;
-  *reinterpret_cast<uint32_t*>(out + place.channel) = codes;
+  if (!place.dry) *reinterpret_cast<uint32_t*>(out + place.channel) = codes;
 }
 
 // Column `column` of row place.token of the scales.
@@ -105,25 +107,26 @@ __device__ __forceinline__ Word* scale_at(const Place& place, int64_t column, co
 
 // Quantises and stores the warp's 128 channels with their scales.
 __device__ __forceinline__ void store_fp8(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+  const bool stores_scale = place.lane == 0 && !place.dry;
   const uint32_t amax = epilogue::finite_abs_max_bits(x);
   if (p.output == OutputKind::kFp8Group32Ue8m0) {
     const epilogue::Ue8m0Scale scale(epilogue::lanes_max<32 / kVec>(amax));
     store_e4m3(epilogue::quantise4(x, scale), place, p);
     const uint32_t byte = scale.exponent << (place.lane / 8 * 8);
     const uint32_t word = __reduce_or_sync(kAllLanes, byte);
-    if (place.lane == 0) *scale_at<uint32_t>(place, place.head * kGroups + place.group, p) = word;
+    if (stores_scale) *scale_at<uint32_t>(place, place.head * kGroups + place.group, p) = word;
     return;
   }
   const uint32_t group_amax = epilogue::lanes_max<32>(amax);
   if (p.output == OutputKind::kFp8Group128) {
     const epilogue::Fp32Scale scale(group_amax);
     store_e4m3(epilogue::quantise4(x, scale), place, p);
-    if (place.lane == 0) *scale_at<float>(place, place.head * kGroups + place.group, p) = scale.scale;
+    if (stores_scale) *scale_at<float>(place, place.head * kGroups + place.group, p) = scale.scale;
   } else {
     const epilogue::Ue8m0Scale scale(group_amax);
     store_e4m3(epilogue::quantise4(x, scale), place, p);
     uint8_t* word = reinterpret_cast<uint8_t*>(scale_at<uint32_t>(place, place.head, p));
-    if (place.lane == 0) word[place.group] = static_cast<uint8_t>(scale.exponent);
+    if (stores_scale) word[place.group] = static_cast<uint8_t>(scale.exponent);
   }
 }
 

@@ -249,7 +249,8 @@ def _resolve_num_splits(
     # Tracing goes through the plain functions: a cache lookup is not traceable.
     if backend == "sm90":
         plan = sm90_decode.choose_plan if torch.compiler.is_compiling() else sm90_decode.cached_plan
-        return plan(q.shape[0], q.shape[1], keys, sm90_decode.count_sms(q.device)).num_splits
+        sm_count, usual = sm90_decode.count_sms(q.device), sm90_decode.usual_keys(main, extra)
+        return plan(q.shape[0], q.shape[1], keys, sm_count, usual=usual).num_splits
     choose = choose_num_splits if torch.compiler.is_compiling() else cached_num_splits
     return choose(q.shape[0], q.shape[1], keys, sm90_decode.count_sms(q.device))
 

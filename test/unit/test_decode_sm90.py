@@ -16,7 +16,8 @@ from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.ops import decode as ops
-from sgl_dsv4_kernels.sm90_decode import Plan, choose_plan, predicted_us
+from sgl_dsv4_kernels.reference.decode import Source
+from sgl_dsv4_kernels.sm90_decode import Plan, choose_plan, predicted_us, usual_keys
 from sgl_dsv4_kernels.split_partition import MAX_PARTIAL_BYTES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -101,11 +102,40 @@ def test_default_backend(monkeypatch):
 
 
 def test_worked_examples():
-    assert predicted_us(1, 64, 640, 132, Plan(16, 10)) == pytest.approx(6.8, abs=0.05)
-    assert choose_plan(1, 64, 640, 132) == (16, 10)
+    assert predicted_us(1, 64, 640, 132, Plan(16, 10)) == pytest.approx(6.0, abs=0.05)
+    assert choose_plan(1, 64, 640, 132) == (8, 10)
     assert choose_plan(8, 64, 640, 132) == (16, 4)
     assert choose_plan(128, 64, 640, 132) == (64, 1)
     assert choose_plan(1, 64, 0, 132).num_splits == 1
+    assert choose_plan(32, 64, 704, 132, usual=256) == (16, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("heads", "keys", "usual"), [(64, 704, 256), (16, 8384, 256), (64, 8384, 256)])
+def test_plans_for_usual_lengths(rows, heads, keys, usual):
+    """Neither length is far from its best plan, as the plans for one of the two are from the other's."""
+    both, full = choose_plan(rows, heads, keys, 132, usual=usual), choose_plan(rows, heads, keys, 132)
+    short = choose_plan(rows, heads, usual, 132)
+
+    def loss(plan, length, best):
+        return predicted_us(rows, heads, length, 132, plan) / predicted_us(rows, heads, length, 132, best)
+
+    assert loss(both, usual, short) * loss(both, keys, full) <= loss(full, usual, short) + 1e-9
+    assert loss(both, usual, short) * loss(both, keys, full) <= loss(short, keys, full) + 1e-9
+
+
+def test_usual_keys():
+    """Pages of 2 tokens are those of ratio 128; all others list what they attend to."""
+
+    def source(keys, page_size):
+        indices = torch.zeros(3, keys, dtype=torch.int32)
+        return Source(torch.zeros(1, 1, dtype=torch.uint8), indices, None, page_size, CacheLayout.V4)
+
+    main = source(128, 256)
+    assert usual_keys(main, None) is None
+    assert usual_keys(main, source(512, 64)) is None
+    assert usual_keys(main, source(8256, 2)) == 256
+    assert usual_keys(main, source(64, 2)) == 192
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
