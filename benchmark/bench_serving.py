@@ -65,19 +65,28 @@ BAR_COLOURS = (
 
 
 def request_seconds(client: Client, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
-    """Wall time of one batch request, and that part of it after every prompt has its first token."""
-    start = first = end = time.perf_counter()
-    waiting = set(range(len(prompts)))
+    """Wall time of one batch request, and that part of it after every prompt has its first token.
+
+    Raises:
+        ServingError: a prompt got fewer tokens, or all of them before another one had its first.
+    """
+    start = time.perf_counter()
+    first: dict[int, float] = {}
+    last: dict[int, tuple[float, dict]] = {}
     for event in client.stream(prompts, tokens, interval=tokens):
-        end = time.perf_counter()
+        now = time.perf_counter()
         if "index" not in event:
             raise ServingError(f"{client.url}: {json.dumps(event)[:300]}")
-        if event["index"] in waiting:
-            waiting.discard(event["index"])
-            first = end
-    if waiting:
-        raise ServingError(f"{client.url}: {len(waiting)} of {len(prompts)} prompts were not answered")
-    return end - start, end - first
+        first.setdefault(event["index"], now)
+        last[event["index"]] = now, event.get("meta_info", {})
+    for place in range(len(prompts)):
+        _, about = last.get(place, (0.0, {}))
+        if about.get("completion_tokens") != tokens:
+            raise ServingError(f"{client.url}: prompt {place} was not answered: {json.dumps(about)[:300]}")
+    begin, end = max(first.values()), max(now for now, _ in last.values())
+    if min(now for now, _ in last.values()) <= begin:
+        raise ServingError(f"{client.url}: {len(prompts)} prompts did not decode together")
+    return end - start, end - begin
 
 
 def first_token_seconds(client: Client, prompts: Sequence[Sequence[int]]) -> list[float]:

@@ -7,8 +7,9 @@ A cell is HEADSxROWS: a problem as in bench_sparse_decode.py, backend sm90, auto
 process below ncu, each WARM_CALLS times unprofiled and then once profiled; launches keep their order.
 
 ncu replays every kernel for its counters, with --cache-control none (what fits stays in L2) and --clock-control none
-(sm_mhz is the clock that the GPU chose). A kernel runs alone: decode and combine do not overlap, so their sum is more
-than the time of bench_sparse_decode.py. A metric that this ncu or GPU does not have is n/a, in the CSV empty.
+(sm_mhz is the clock that the GPU chose). A kernel runs alone, without programmatic launch: decode and combine do not
+overlap, so their sum is more than the time of bench_sparse_decode.py. A metric that this ncu or GPU does not have is
+n/a, in the CSV empty.
 
 Percentages of tensor pipe, shared memory and issue slots: of the cycles in which an SM had warps, which are
 sm_active_pct of all cycles of all SMs. L2, DRAM: of the whole kernel. Shared memory: the larger of the wavefronts of
@@ -38,6 +39,7 @@ from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_calls, make_problem,
 from common import Progress, comment, require_cuda, run_facts, write_csv
 
 from sgl_dsv4_kernels import sm90_decode
+from sgl_dsv4_kernels.settings import settings
 
 CELLS = [f"64x{b}" for b in (1, 4, 8, 16, 32, 64, 128)]
 CELLS += [f"{heads}x{b}" for heads in (8, 16, 32, 128) for b in (1, 16, 64, 128)]
@@ -200,6 +202,7 @@ def profile(ncu: str, arguments: Sequence[str]) -> list[Launch]:
 
 def run_cells(args: argparse.Namespace) -> None:
     """The child: every cell a few times, then once between start and stop of the profiler."""
+    settings.pdl = False  # a combine that finds its decode ended would prepare for nothing
     caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
     progress = Progress(len(args.cells))
     for heads, b in args.cells:

@@ -251,13 +251,12 @@ Limit: the unit that is used most, if that is 60 % or more, otherwise latency.""
 CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `sparse_decode` with the query's norm and
 RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
 for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata."""
-SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token, medians
-over rounds in the order stock, patched, patched, stock. Spread: the larger interquartile range of the two; a ratio that
-is nearer to 1 than that says nothing. Low ratio, where there is one: of the least disturbed requests. At concurrency 1
-the host bounds the step."""
-PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch is counted
-from its start in this file, with its wait for its predecessor (our combine has one, so the patched sums are too high);
-bench_serving.py counts from the predecessor's end."""
+SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token as the
+client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched, stock.
+Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low ratio: of the
+least disturbed requests."""
+PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch counts from
+its predecessor's end in the stream."""
 
 
 def results() -> str:

@@ -78,11 +78,10 @@ COMBINE_US = 2.3
 SMALL_COMBINE_US = 1.5
 SMALL_COMBINE_ROWS = 264
 COMBINE_BYTES_PER_US = 3.8e6
-"""By heads a block; and the combine kernel: launch, less for rows x heads that find it waiting (kSmallGrid in
-csrc/decode/combine.cu), and the partials' way out and back. Fitted to the times of 145 plans on an H200 (CUDA graphs
-of 20 calls, 128 + 512 keys, random slots): half of the good plans within 3 %, all within 15 %. The plan that
-they choose is the fastest one measured but for 32 rows (4 % off) and 64 rows (1 %) of 64 heads. Times of 64 heads, us,
-splits in brackets:
+"""By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 145
+plans on an H200 (CUDA graphs of 20 calls, 128 + 512 keys, random slots): half of the good plans within 3 %, all within
+15 %, and the fastest one measured chosen but for 32 rows (4 % off) and 64 rows (1 %) of 64 heads. Times of 64 heads
+then, us, splits in brackets:
 
 ====================  =========  =========  =========
 heads a block                16         32         64
@@ -96,8 +95,10 @@ heads a block                16         32         64
 128 rows                                     32.8 (1)
 ====================  =========  =========  =========
 
-With 8 heads a block, measured among other kernels, as a model has them: 1 row and 10 splits 5.3 + 2.3 (decode and
-combine kernel) against 6.0 + 2.3 with 16 heads, 4 rows 8.5 + 2.7 (4) against 7.9 + 2.1 (5).
+SMALL_COMBINE_US came later: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
+csrc/decode/combine.cu). So did 8 heads a block for more than 8 heads. Among other kernels, as a model has them,
+decode and combine: 1 row 5.3 + 1.6 (8 heads, 10 splits) and 5.9 + 1.5 (16, 10); of 128 keys 5.2 + 1.2 (8, 2) and
+7.9 (16, 1).
 """
 
 ALL_TOKENS_PAGE = 2
@@ -105,8 +106,9 @@ USUAL_ALL_TOKENS = 128
 """A list of the best compressed tokens (ratio 4) is full as soon as the context is long enough. A list of all
 compressed tokens (ratio 128, whose pages of 256 tokens hold 2) has room for the longest context that a server allows,
 8256 keys for a million tokens, and few contexts are that long: plans for it weigh full lengths and 128 keys, a context
-of 16384 tokens, alike. 128 + 32 keys of 128 + 576, 64 heads, among other kernels, us: 32 rows 18.2 by the plan for full
-lengths (64 heads a block, 4 splits), 10.9 by this one (16, 1); 16 rows 12.0 (32, 4) and 10.3 (16, 1).
+of 16384 tokens, alike. 128 + 32 keys of 128 + 576, 32 rows of 64 heads, among other kernels: 18.2 us by the plan for
+full lengths (64 heads a block, 4 splits), 10.9 by this one (16, 1), which the model has 16 % slower at full length. Of
+128 + 8256 keys, full lengths lose up to 23 %.
 """
 
 

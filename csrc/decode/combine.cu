@@ -213,10 +213,10 @@ __device__ __forceinline__ void combine(const Place& place, const float* lse_acc
 // Microseconds from the decode's end among such kernels on an H200, 64 heads: 1 row 1.5 instead of 4.2, 8 rows 2.1
 // (2.8), 32 rows 3.8 (4.3). Touching the parameters alone, and decode kernels of 96 instead of 128 registers a thread,
 // which leave room for combine blocks, gained nothing.
-constexpr uint32_t kSmallGrid = 264;
+constexpr uint32_t kSmallGrid = 264;  // two blocks an SM of an H200
 constexpr uint32_t kDryBlocksOfLargeGrid = 32;
 
-// Blocks that an SM holds: as many as there are registers for.
+// Blocks that an SM holds at least: what registers are limited by. The next larger number spills.
 constexpr int blocks_per_sm(int splits) {
   if (splits == 0 || splits > 8) return 4;
   return splits == 8 ? 7 : 8;

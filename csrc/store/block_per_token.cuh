@@ -52,17 +52,19 @@ __global__ void __launch_bounds__(kBlockThreads) store_block_per_token(const __g
 
   const Row row = resolve_row<kEntry, Index>(p, token);
   const Words<kWords> input = load_words<kWords, Reuse::kStreamed, kAligned>(row_of<T>(p, token) + 2 * thread);
-  // Of compressed rows few are stored: in a decode step one in ratio.
-  if (kEntry != StoreEntry::kMain && !row.is_stored(p)) return;
   float2 freq = {};
   if (is_rope && row.has_frequencies(p))
     freq = pair_of<float>(load_words<2, Reuse::kKept, kAligned>(freqs_of(p, row) + 2 * lane), 0);
+  if constexpr (kEntry == StoreEntry::kCompressDecode) {
+    __syncwarp();  // keeps the loads before the exit
+    if (!row.is_stored(p)) return;  // most rows: one decode step in `ratio` completes a compressed one
+  }
 
   float2 x = pair_of<T>(input, 0);
   const float norm = norm_factor(block_sum_of_squares(x, warp, lane), p.eps);
   x = normalize(x, norm, pair_of<T>(weight, 0));
 
-  if (kEntry == StoreEntry::kMain && !row.is_stored(p)) return;
+  if (!row.is_stored(p)) return;
   if constexpr (kLayout == CacheLayout::kBf16) {
     const Destination to = destination<Bf16Layout>(p, row.slot);
     if (is_rope) x = rotate(x, freq);

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import sgl_dsv4_kernels  # noqa: F401  (loads the ops)
 
@@ -484,6 +486,62 @@ def test_graph_with_a_slow_producer(splits, pdl):
         assert torch.equal(out, want.out)
         assert torch.equal(lse, want.lse)
         assert torch.equal(consumed, want.out)
+
+
+@triton.jit
+def slow_producer(flag_ptr):
+    """Lets the next kernel start, and ends when the flag is set, or after a second or two."""
+    tl.extra.cuda.gdc_launch_dependents()
+    seen = tl.atomic_add(flag_ptr, 0)
+    turns = 0
+    while (seen == 0) & (turns < 2_000_000):
+        seen = tl.atomic_add(flag_ptr, 0)
+        turns += 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs sm_90")
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize(("splits", "tokens"), [(1, 2), (3, 2), (8, 2), (16, 2), (37, 2), (3, 6)])
+def test_nothing_is_written_before_the_producer_ends(splits, tokens, output):
+    """Blocks start while the producer runs, and prepare: 128 in all, or some of 384. They take what it leaves."""
+    o, lse_accum = make(splits, tokens, 64)
+    sink, (freqs, positions) = make_sink(64), make_rope(tokens)
+    want = combine(o, lse_accum, sink, (freqs, positions), output, want_amax=True)
+    got = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE) for x in want if x is not None]
+    kept = [torch.empty_like(x) for x in got]
+    for x in got:
+        (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x).fill_(85)
+    rubbish = [x.clone() for x in got]
+    late_o, late_lse = torch.full_like(o, math.nan), torch.full_like(lse_accum, math.nan)
+    flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    slow_producer[(1,)](flag)  # compiled here
+    flag.zero_()
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    slow_producer[(1,)](flag)
+    out, lse, *more = got
+    scales, amax = more if output != "bf16" else (None, *more)
+    torch.ops.sgl_dsv4_kernels.combine_splits(
+        late_o, late_lse, sink, freqs, positions, OUTPUTS.index(output), True, out, lse, scales, amax
+    )
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(1_000_000)
+        for x, y in zip(kept, got, strict=True):
+            x.copy_(y)
+        late_o.copy_(o)
+        late_lse.copy_(lse_accum)
+        flag.fill_(1)
+    torch.cuda.synchronize()
+
+    def same(these, those):
+        return all(torch.equal(bits(x), bits(y)) for x, y in zip(these, those, strict=True))
+
+    assert same(kept, rubbish)
+    assert same(got, [x for x in want if x is not None])
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 def test_first_call_inside_a_capture(tmp_path):

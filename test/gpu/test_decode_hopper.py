@@ -41,7 +41,7 @@ def check(result: dk.DecodeOutput, want: td.Truth, what: object) -> None:
 def block_heads(request, monkeypatch):
     """Heads a block, whatever the plan says."""
     plan = sm90_decode.Plan(request.param, 1)
-    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *arguments: plan)
+    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: plan)
     return request.param
 
 

@@ -274,7 +274,7 @@ def test_every_way_into_the_hopper_kernels(monkeypatch, block_heads, heads, shif
     stay zeros."""
     if reason := sm90_decode.missing(DEVICE):
         pytest.skip(reason)
-    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *arguments: sm90_decode.Plan(block_heads, 1))
+    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(block_heads, 1))
     problem = td.random_problem(5, heads, 128, 64, rope=True, device=DEVICE)
     q, (freqs, positions) = finite_queries(5, heads, seed=2), rope(5, torch.int32)
     q[:, 0] = 1.0  # squares that vanish have no norm without an eps

@@ -51,7 +51,8 @@ def result(prompt: list[int], tokens: int, batch: int) -> dict:
     value = float("nan") if E("FAKE_NAN") == "1" else -1.5 + shift
     pairs = [[value, token(prompt, place), None] for place in range(tokens)]
     ids = [pair[1] for pair in pairs]
-    return {"output_ids": ids, "meta_info": {"output_token_logprobs": pairs, "cached_tokens": len(prompt) // 256 * 256}}
+    about = {"output_token_logprobs": pairs, "cached_tokens": len(prompt) // 256 * 256, "completion_tokens": tokens}
+    return {"output_ids": ids, "meta_info": about}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -124,7 +125,9 @@ class Handler(BaseHTTPRequestHandler):
                 if place % interval and place + 1 < tokens:
                     continue
                 for index, prompt in enumerate(batch):
-                    event = result(prompt, place + 1, 1) if place < 8 else {}
+                    event = (
+                        result(prompt, place + 1, 1) if place < 8 else {"meta_info": {"completion_tokens": place + 1}}
+                    )
                     event |= {"index": index} if batch is prompts else {}
                     self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
                 self.wfile.flush()

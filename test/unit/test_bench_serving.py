@@ -173,16 +173,30 @@ def test_low_decile():
     assert bench_serving.low_decile([float(i) for i in range(11, 0, -1)]) == 2.0
 
 
+def event(index, tokens):
+    return {"index": index, "meta_info": {"completion_tokens": tokens}}
+
+
 def test_tpot_begins_when_all_have_their_first_token():
     """Two prompts: first tokens after 1 and 3 s, last ones after 5 and 7."""
     times = iter([0.0, 1.0, 3.0, 5.0, 7.0])
-    client = types.SimpleNamespace(stream=lambda *_, **__: iter([{"index": i} for i in (1, 0, 0, 1)]))
+    events = [event(1, 1), event(0, 1), event(0, 17), event(1, 17)]
+    client = types.SimpleNamespace(stream=lambda *_, **__: iter(events))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_serving.time, "perf_counter", lambda: next(times))
         assert bench_serving.request_seconds(client, [[3], [4]], 17) == (7, 4)
 
 
-@pytest.mark.parametrize(("events", "text"), [([{"index": 0}], "1 of 2 prompts"), ([{"error": "told to"}], "told to")])
+@pytest.mark.parametrize(
+    ("events", "text"),
+    [
+        ([event(0, 1), event(0, 17)], "prompt 1 was not answered"),
+        ([event(0, 1), event(1, 1), event(0, 17), event(1, 3)], "prompt 1 was not answered"),
+        ([event(0, 1), event(0, 17), event(1, 1), event(1, 17)], "did not decode together"),
+        ([event(0, 17), event(1, 17)], "did not decode together"),
+        ([{"error": "told to"}], "told to"),
+    ],
+)
 def test_request_that_is_not_answered(events, text):
     client = types.SimpleNamespace(url="http://x", stream=lambda *_, **__: iter(events))
     with pytest.raises(serving.ServingError, match=text):
@@ -360,27 +374,40 @@ def test_check_of_two_ranks_ends_what_stock_leaves_too(port, tmp_path, monkeypat
     monkeypatch.setenv("FAKE_STUBBORN", "1")
     monkeypatch.setattr(serving.Server, "wait_gone", lambda self, seconds, wait=serving.Server.wait_gone: wait(self, 1))
     assert check(port, tmp_path, "d", "--tp", "2") == 0
-    assert "ok     (d) kill -9: its processes end: left: [" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "ok     (d) kill -9: its processes end: left: [" in output
+    assert "], as stock's" in output
 
 
 @pytest.mark.parametrize(("worse", "passed"), [(0, True), (1, True), (20, False)])
-def test_differences_by_chance(capsys, worse, passed):
-    """Of 48 prompts, half differ by 0.01 between stock's batches and half do from stock; or ``worse`` more."""
+@pytest.mark.parametrize("what", ["mean", "p99", "tokens"])
+def test_differences_by_chance(what, worse, passed):
+    """Of 48 prompts every second one differs between stock's batches, and every other one from stock; ``worse`` more
+    do, for the 99th percentile all that do by ten times as much."""
 
-    def answers(places, by):
-        return [check_serving.Answer((1,), (-1 - by * (i in places),)) for i in range(48)]
+    def answers(tokens, logprobs):
+        return [check_serving.Answer((t, 9), (x, x)) for t, x in zip(tokens, logprobs, strict=True)]
 
-    stock = {1: answers((), 0), 8: answers(range(0, 48, 2), 0.01)}
-    odd = set(range(1, 48, 2)) | set(range(0, 2 * worse, 2))
-    ours = {
-        batch: [
-            check_serving.Answer(a.tokens, (a.logprobs[0] - 0.01 * (i in odd),)) for i, a in enumerate(stock[batch])
-        ]
-        for batch in stock
-    }
+    same = [1] * 48, [-1.0] * 48
+    even, odd = (set(range(first, 48, 2)) for first in (0, 1))
+    more = odd | set(range(0, 2 * worse, 2))
+    far = 0.1 if what == "p99" and worse > 1 else 0.01
+    if what == "tokens":
+        stock = {1: answers(*same), 8: answers([1 + (i in even) for i in range(48)], same[1])}
+        ours = {b: answers([a.tokens[0] + 5 * (i in more) for i, a in enumerate(stock[b])], same[1]) for b in stock}
+    else:
+        stock = {1: answers(*same), 8: answers(same[0], [-1 - 0.01 * (i in even) for i in range(48)])}
+        ours = {b: answers(same[0], [a.logprobs[0] - far * (i in more) for i, a in enumerate(stock[b])]) for b in stock}
     report = check_serving.Report()
     check_serving.check_close(report, ours, stock)
-    assert report.lines[0].startswith("ok" if passed else "FAILED")
+    line = report.lines[["mean", "p99", "tokens"].index(what)]
+    assert what in line
+    assert line.startswith("ok" if passed else "FAILED"), line
+
+
+def test_closeness_needs_two_batch_sizes():
+    with pytest.raises(SystemExit):
+        check_serving.parse(["--model", "x", "--checks", "b", "--batches", "8"])
 
 
 def test_one_server_at_a_time_with_tensor_parallelism():

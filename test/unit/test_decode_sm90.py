@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -110,18 +111,43 @@ def test_worked_examples():
     assert choose_plan(32, 64, 704, 132, usual=256) == (16, 1)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 64, 128])
-@pytest.mark.parametrize(("heads", "keys", "usual"), [(64, 704, 256), (16, 8384, 256), (64, 8384, 256)])
-def test_plans_for_usual_lengths(rows, heads, keys, usual):
-    """Neither length is far from its best plan, as the plans for one of the two are from the other's."""
-    both, full = choose_plan(rows, heads, keys, 132, usual=usual), choose_plan(rows, heads, keys, 132)
-    short = choose_plan(rows, heads, usual, 132)
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("keys", [192, 704, 1152, 8384])
+def test_plans_for_usual_lengths(heads, keys):
+    """By the model, full lengths lose little, and no usual length much more than it would by a plan of its own."""
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        usual = min(keys, 256)
+        both, full = choose_plan(rows, heads, keys, 132, usual=usual), choose_plan(rows, heads, keys, 132)
+        short = choose_plan(rows, heads, usual, 132)
 
-    def loss(plan, length, best):
-        return predicted_us(rows, heads, length, 132, plan) / predicted_us(rows, heads, length, 132, best)
+        def time(plan, length, rows=rows):
+            return predicted_us(rows, heads, length, 132, plan)
 
-    assert loss(both, usual, short) * loss(both, keys, full) <= loss(full, usual, short) + 1e-9
-    assert loss(both, usual, short) * loss(both, keys, full) <= loss(short, keys, full) + 1e-9
+        assert time(both, keys) <= 1.31 * time(full, keys)
+        assert time(both, usual) <= 1.61 * time(short, usual)
+        assert time(both, usual) <= time(full, usual)
+
+
+def test_small_combines():
+    """Rows x heads that the model takes for small are those of the kernel."""
+    text = (CSRC / "decode/combine.cu").read_text()
+    (most,) = re.findall(r"kSmallGrid = (\d+);", text)
+    assert int(most) == sm90_decode.SMALL_COMBINE_ROWS
+    longer = predicted_us(265, 1, 640, 10_000, Plan(8, 2)) - predicted_us(264, 1, 640, 10_000, Plan(8, 2))
+    assert longer == pytest.approx(sm90_decode.COMBINE_US - sm90_decode.SMALL_COMBINE_US, abs=0.02)
+
+
+def test_callers_plan_for_usual_lengths(monkeypatch):
+    """The number of splits and the heads a block come from the same question."""
+    monkeypatch.setattr(ops.sm90_decode, "count_sms", lambda device: 132)
+    problem = td.random_problem(32, 64, 128, 576, extra_page_size=2)
+    with FakeTensorMode():
+        q = torch.empty(problem.q.shape, dtype=torch.bfloat16, device="cuda")
+    splits = ops._resolve_num_splits(q, problem.main, problem.extra, None, False, "sm90")
+    plan = choose_plan(32, 64, 704, 132, usual=256)
+    assert splits == plan.num_splits != choose_plan(32, 64, 704, 132).num_splits
+    arguments = sm90_decode._attention(q, problem.main, problem.extra, 1.0, splits, False, (None, None, None))
+    assert arguments[-4] == plan.block_heads
 
 
 def test_usual_keys():
