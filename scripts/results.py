@@ -252,11 +252,11 @@ CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `
 RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
 for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata."""
 SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token as the
-client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched, stock.
-Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low ratio: of the
-least disturbed requests."""
-PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch counts from
-its predecessor's end in the stream."""
+client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
+stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low
+ratio: of the least disturbed requests."""
+PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch counts
+from its predecessor's end in the stream."""
 
 
 def results() -> str:

@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
 import triton
 import triton.language as tl
 
 import sgl_dsv4_kernels  # noqa: F401  (loads the ops)
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DEVICE = "cuda"
 DIM, ROPE = 512, 64
@@ -499,7 +502,7 @@ def slow_producer(flag_ptr):
         turns += 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs sm_90")
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (9, 0), reason="needs sm_90")
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize(("splits", "tokens"), [(1, 2), (3, 2), (8, 2), (16, 2), (37, 2), (3, 6)])
 def test_nothing_is_written_before_the_producer_ends(splits, tokens, output):
