@@ -8,8 +8,9 @@ before an FP8 wo_a its quantisation by groups of 128. Fewer than 64 heads are pa
 scheduler metadata, three launches of 25 us a step, is prepared outside.
 ours: one sparse_decode with q_norm_eps, q_rope, inverse_rope and output.
 
-Problems as in bench_sparse_decode.py. Warm: per call of a CUDA graph of 20 (benchmark/common.py). Where SGLang or
-FlashMLA is missing, stock has no column. The outputs of the two are compared first.
+Problems as in bench_sparse_decode.py. Warm: per call of a CUDA graph of 20 (benchmark/common.py). Among other kernels,
+for bf16 outputs: benchmark/among.py. Where SGLang or FlashMLA is missing, stock has no column. The outputs of the two
+are compared first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 from pathlib import Path
 
 import torch
+from among import among_medians
 from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_problem, random_cache, shape_options
 from common import (
     COLOURS,
@@ -99,6 +101,12 @@ def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
     figure.savefig(path)
 
 
+def cells(times: dict[str, float], names: list[str]) -> str:
+    """Times and their ratio, as they stand in the table; nothing without times."""
+    ratio = f"{times['stock'] / times['ours']:.2f}" if "stock" in times else "-"
+    return "".join(f"{times[name]:9.2f}" for name in names) + f"{ratio:>12}" if times else ""
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -122,7 +130,9 @@ def main() -> int:
     names = ["ours", *(["stock"] if peers else [])]
     print(comment(facts))
     head = "".join(f"{name:>9}" for name in names)
-    print(f"# us, warm\n{'heads':>5} {'keys':>10} {'b':>4} {'output':>12}{head}  stock/ours")
+    ratio_head = "  stock/ours"
+    print(f"# us, warm; bf16 also among other kernels\n{'heads':>5} {'keys':>10} {'b':>4} {'output':>12}", end="")
+    print(f"{head}{ratio_head}{head}{ratio_head}")
     caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
     freqs = random_freqs(POSITIONS, torch.device("cuda"))
     progress = Progress(len(args.heads) * len(args.extra) * len(args.b))
@@ -136,13 +146,15 @@ def main() -> int:
                 for output in args.output:
                     if peers:
                         check_peers(problem, rope, output, peers)
-                    times = warm_medians(make_calls(problem, rope, output, peers), args.iters)
+                    calls = make_calls(problem, rope, output, peers)
+                    warm = warm_medians(calls, args.iters)
+                    among = among_medians(calls) if output == "bf16" else {}
                     row = {"heads": heads, "topk": args.topk, "extra": extra, "b": b, "output": output}
-                    row |= {f"{name}_us": f"{times[name]:.2f}" for name in names}
+                    for kind, times in (("us", warm), ("among_us", among)):
+                        row |= {f"{name}_{kind}": f"{times[name]:.2f}" if times else "" for name in names}
                     rows.append(row | facts)
-                    cells = "".join(f"{times[name]:9.2f}" for name in names)
-                    ratio = f"{times['stock'] / times['ours']:10.2f}" if peers else f"{'-':>10}"
-                    print(f"{heads:5} {args.topk:4} +{extra:4} {b:4} {output:>12}{cells}  {ratio}", flush=True)
+                    print(f"{heads:5} {args.topk:4} +{extra:4} {b:4} {output:>12}", end="")
+                    print(cells(warm, names) + cells(among, names), flush=True)
     if args.csv:
         write_csv(args.csv, rows)
     return 0

@@ -87,7 +87,7 @@ def decode_table(rows: list[Row], kind: str = "warm") -> list[str]:
     )
 
 
-def chain_table(rows: list[Row]) -> list[str]:
+def chain_table(rows: list[Row], kind: str = "us") -> list[str]:
     """A line for each number of rows, a cell "ours / stock (ratio)" for each head count and output."""
     cases = list(dict.fromkeys((row["heads"], row["output"]) for row in rows))
     by_key = keyed(rows, "heads", "output", "b")
@@ -96,7 +96,7 @@ def chain_table(rows: list[Row]) -> list[str]:
         row = by_key.get((*case, b))
         if row is None:
             return ""
-        ours, stock = row["ours_us"], row.get("stock_us", "")
+        ours, stock = row[f"ours_{kind}"], row.get(f"stock_{kind}", "")
         return f"{number(ours)} / {number(stock)}" + (f" ({float(stock) / float(ours):.2f})" if stock else "")
 
     return table(
@@ -238,6 +238,8 @@ def chain_tables(rows: list[Row]) -> list[str]:
             if part:
                 text = ", padded to 64 for FlashMLA" if padded else ""
                 lines += [f"{part[0]['topk']} + {extra} keys{text}:", "", *chain_table(part), ""]
+            if part := [row for row in part if row.get("ours_among_us")]:
+                lines += ["The same among other kernels:", "", *chain_table(part, "among_us"), ""]
     return [*lines, "![time against rows](../benchmark/results/h200/decode_chain.png)"]
 
 
@@ -250,7 +252,9 @@ LIMITS_TEXT = """Each kernel alone under Nsight Compute, L2 warm, clocks not fix
 Limit: the unit that is used most, if that is 60 % or more, otherwise latency."""
 CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `sparse_decode` with the query's norm and
 RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
-for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata."""
+for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata. Among
+other kernels, where it is given: the chain between products with 264 MB of weights and small kernels, which drive its
+data, instructions and parameters out of the caches, as the rest of a model does."""
 SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token as the
 client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
 stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low

@@ -54,6 +54,16 @@ def test_decode_table(results):
     assert results.decode_table(decode_rows(), "cold")[2] == "| 1 | 9.0 / - | 9.0 / - |"
 
 
+def test_chain_tables_among_other_kernels(results):
+    rows = [
+        row | {"ours_among_us": "8.04", "stock_among_us": "20.1"} for row in chain_rows() if row["output"] == "bf16"
+    ]
+    lines = results.chain_tables(rows)
+    where = lines.index("The same among other kernels:")
+    assert "8.0 / 20.1 (2.50)" in "\n".join(lines[where:])
+    assert "among" not in "\n".join(results.chain_tables(chain_rows()))
+
+
 def test_chain_tables(results):
     lines = results.chain_tables(chain_rows())
     assert "| rows | 64 heads, bf16 | 64 heads, fp8_group128 |" in lines
