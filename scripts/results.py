@@ -213,6 +213,18 @@ def section(name: str, title: str, command: str, text: str, tables: Callable[[li
     return [f"## {title}", f"{machine(rows[0])}", source, text, "", *tables(rows), ""]
 
 
+def two_rank_sections() -> list[str]:
+    """Sections of the models that were served by two tensor-parallel ranks."""
+    lines = []
+    for path in sorted(RESULTS.glob("serving_tp2_*.csv")):
+        heads = read(path.name)[0]["heads_per_rank"]
+        title, text, tables = f"Serving, two ranks of {heads} heads", TWO_RANKS_TEXT, serving_table
+        if path.stem.endswith("_profile"):
+            title, text, tables = f"A decode step of one of two ranks, {heads} heads", PROFILE_TEXT, profile_table
+        lines += section(path.name, title, "gpu_check.sh tp2", text, tables)
+    return lines
+
+
 def store_tables(rows: list[Row]) -> list[str]:
     lines = []
     for layout in dict.fromkeys(row["layout"] for row in rows):
@@ -259,6 +271,7 @@ SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy
 client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
 stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low
 ratio: of the least disturbed requests."""
+TWO_RANKS_TEXT = """A small model with dummy weights, time per output token as above."""
 PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch counts
 from its predecessor's end in the stream."""
 
@@ -274,6 +287,7 @@ def results() -> str:
         *section("combine.csv", "Combine kernel", "bench_combine.py", "Median us.", combine_table),
         *section("serving.csv", "Serving", "bench_serving.py", SERVING_TEXT, serving_table),
         *section("serving_profile.csv", "A decode step", "bench_serving.py", PROFILE_TEXT, profile_table),
+        *two_rank_sections(),
     ]  # fmt: skip
     return "\n".join(lines).rstrip("\n") + "\n"
 

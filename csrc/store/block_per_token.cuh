@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kBlockThreads) store_block_per_token(const __g
   if (is_rope && row.has_frequencies(p))
     freq = pair_of<float>(load_words<2, Reuse::kKept, kAligned>(freqs_of(p, row) + 2 * lane), 0);
   if constexpr (kEntry == StoreEntry::kCompressDecode) {
-    __syncwarp();  // keeps the loads before the exit
+    __syncwarp();                   // keeps the loads before the exit
     if (!row.is_stored(p)) return;  // most rows: one decode step in `ratio` completes a compressed one
   }
 

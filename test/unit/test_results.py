@@ -54,6 +54,20 @@ def test_decode_table(results):
     assert results.decode_table(decode_rows(), "cold")[2] == "| 1 | 9.0 / - | 9.0 / - |"
 
 
+def test_two_ranks(results, tmp_path):
+    about = {"heads_per_rank": "16", "sglang": "0"} | RUN
+    tpot = {"concurrency": "1", "stock_tpot_ms": "2.0", "patched_tpot_ms": "1.5", "tpot_ratio": "0.75"}
+    us = {"stock_us_per_step": "8", "patched_us_per_step": "2"}
+    launches = {"stock_launches_per_step": "4", "patched_launches_per_step": "3"}
+    write(tmp_path, "serving_tp2_narrow.csv", [tpot | about])
+    write(tmp_path, "serving_tp2_narrow_profile.csv", [{"concurrency": "1", "group": "x"} | us | launches | about])
+    lines = results.results().splitlines()
+    assert "## Serving, two ranks of 16 heads" in lines
+    assert "## A decode step of one of two ranks, 16 heads" in lines
+    assert "| 1 | 2.000 | 1.500 | 0.750 |" in lines
+    assert "| 1 | x | 8.0 | 2.0 | 4.0 | 3.0 |" in lines
+
+
 def test_chain_tables_among_other_kernels(results):
     rows = [
         row | {"ours_among_us": "8.04", "stock_among_us": "20.1"} for row in chain_rows() if row["output"] == "bf16"
