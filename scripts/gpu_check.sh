@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: build, GPU tests, compute-sanitizer, benchmarks. A short table comes last.
+# What needs a GPU, each line below in one call: build, GPU tests, compute-sanitizer, benchmarks. A short table comes last.
 #
 #   bash scripts/gpu_check.sh [store|decode|all] [1|2]  1 tests and compute-sanitizer, 2 benchmarks (default: all, both)
 #   bash scripts/gpu_check.sh e2e [1|2]                 SGLang servers: 1 correctness, 2 benchmark (default: both)

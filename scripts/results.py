@@ -118,8 +118,17 @@ def serving_table(rows: list[Row]) -> list[str]:
         "tpot_spread_percent": ("spread, %", 1), "throughput_ratio": ("ratio of throughputs", 3),
     }  # fmt: skip
     columns = {column: about for column, about in columns.items() if column in rows[0]}
+    if any(row.get("ttft_ratio") for row in rows):
+        columns |= {"stock_ttft_ms": ("stock, ms to the first token", 1), "patched_ttft_ms": ("patched", 1)}
     lines = ([number(row[column], digits) for column, (_, digits) in columns.items()] for row in rows)
     return table([heading for heading, _ in columns.values()], lines)
+
+
+def metadata_times() -> str:
+    """Microseconds of FlashMLA's metadata kernel in the profiles, "" without one."""
+    rows = [row for row in read("serving_profile.csv") if row["group"] == "metadata"]
+    times = sorted(float(row["stock_us_per_step"]) / float(row["stock_launches_per_step"]) for row in rows)
+    return f", {times[0]:.0f} to {times[-1]:.0f} us each," if times else ""
 
 
 def profile_table(rows: list[Row]) -> list[str]:
@@ -186,8 +195,8 @@ def readme_figures() -> str:
         lines += [
             f"**A layer, from the query's projection to `wo_a`.** {machine(chain[0])}",
             "Median us: **one call of ours / SGLang's chain** of query kernel, FlashMLA's two and inverse RoPE",
-            "(ratio), by heads of a rank; 8 and 16 are padded to 64 there. FlashMLA's metadata, 3 x 25 us a step, come",
-            "on top.",
+            "(stock / ours), by heads of a rank; fewer than 64 are padded to 64 there. FlashMLA's metadata, 3 launches",
+            f"a step{metadata_times()} come on top.",
             "",
             *chain_table(chain),
             "",
@@ -195,8 +204,8 @@ def readme_figures() -> str:
     if serving := read("serving.csv"):
         lines += [
             f"**Served**, a 6-layer model of DeepSeek-V4-Flash's layer shapes. {machine(serving[0])}",
-            "Time per output token without and with the plugin. A ratio that is nearer to 1 than the spread says",
-            "nothing.",
+            "Dummy weights, one GPU. Time per output token without and with the plugin, ratio: patched / stock. One that",
+            "is nearer to 1 than the spread says nothing. The first token is prefill, where the plugin only stores.",
             "",
             *serving_table(serving),
             "",

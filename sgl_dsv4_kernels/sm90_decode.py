@@ -96,19 +96,20 @@ heads a block                16         32         64
 ====================  =========  =========  =========
 
 SMALL_COMBINE_US came later: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
-csrc/decode/combine.cu). So did 8 heads a block for more than 8 heads. Among other kernels (benchmark/among.py),
-decode and combine: 1 row 5.3 + 1.6 (8 heads, 10 splits) and 5.9 + 1.5 (16, 10); of 128 keys 5.2 + 1.2 (8, 2) and
-7.9 (16, 1).
+csrc/decode/combine.cu). So did 8 heads a block for more than 8 heads. Among other kernels (traces as benchmark/among.py
+makes them), decode and combine: 1 row 5.3 + 1.6 (8 heads, 10 splits) and 5.9 + 1.5 (16, 10); of 128 keys 5.2 + 1.2
+(8, 2) and 7.9 (16, 1).
 """
 
 ALL_TOKENS_PAGE = 2
 USUAL_ALL_TOKENS = 128
+MOST_LOSS = 1.25
 """A list of the best compressed tokens (ratio 4) is full as soon as the context is long enough. A list of all
 compressed tokens (ratio 128, whose pages of 256 tokens hold 2) has room for the longest context that a server allows,
-8256 keys for a million tokens, and few contexts are that long: plans for it weigh full lengths and 128 keys, a context
-of 16384 tokens, alike. 128 + 32 keys of 128 + 576, 32 rows of 64 heads, among other kernels: 18.2 us by the plan for
-full lengths (64 heads a block, 4 splits), 10.9 by this one (16, 1), which the model has 16 % slower at full length. Of
-128 + 8256 keys, full lengths lose up to 23 %.
+8256 keys for a million tokens, and few contexts are that long. Its plan is the one that is fastest with 128 keys, a
+context of 16384 tokens, of those that take at most MOST_LOSS times as long as the fastest with a full list. 128 + 32
+keys of 128 + 576, 32 rows of 64 heads, among other kernels: 18.2 us by the plan for full lists (64 heads a block, 4
+splits), 10.9 by this one (16, 1).
 """
 
 
@@ -153,35 +154,49 @@ def choose_plan(
     batch_invariant: bool = False,
     usual: int | None = None,
 ) -> Plan:
-    """The plan with the least predicted time: a function of shapes alone, so that one graph serves all lengths.
+    """The plan with the least predicted time: a function of shapes and page sizes alone, so that one graph serves all
+    lengths.
 
     Args:
         rows: T. heads: h. keys: K + extra K, the widths of the index lists. sm_count: of the device.
         num_splits: fixed, None = free. At most MAX_PARTIAL_BYTES of partials are made unless it is fixed.
         batch_invariant: heads a block from ``heads`` alone; ``num_splits`` is then given.
-        usual: `usual_keys`; if not None, the product of the times for all keys and for so many counts.
+        usual: `usual_keys`; if not None, the least time for so many keys among the plans that MOST_LOSS allows.
 
     Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (8, 10), 8 rows (16, 4), 128 rows (64, 1). 128 + 576 keys of which
     256 are usual: 32 rows (16, 1).
     """
+    plans = _plans(rows, heads, keys, num_splits, batch_invariant)
+    best, least = plans[0], predicted_us(rows, heads, keys, sm_count, plans[0])
+    # Plain loops: torch.compile traces them.
+    for plan in plans:
+        time = predicted_us(rows, heads, keys, sm_count, plan)
+        if time < least:
+            best, least = plan, time
+    if usual is None:
+        return best
+    found = predicted_us(rows, heads, usual, sm_count, best), least
+    for plan in plans:
+        time = predicted_us(rows, heads, usual, sm_count, plan), predicted_us(rows, heads, keys, sm_count, plan)
+        if time[1] <= MOST_LOSS * least and time < found:
+            best, found = plan, time
+    return best
+
+
+def _plans(rows: int, heads: int, keys: int, num_splits: int | None, batch_invariant: bool) -> list[Plan]:
+    """What there is to choose from."""
     most_heads = min(heads, 64)
     tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
     last = min(tiles, MAX_AUTO_SPLITS) if num_splits is None else num_splits
-    best, best_time = None, 0.0
-    # Plain loops: torch.compile traces them.
+    plans = []
     for block_heads in COSTS:
         if block_heads > most_heads or (batch_invariant and block_heads < most_heads):
             continue
         for splits in range(1 if num_splits is None else num_splits, last + 1):
             if num_splits is None and splits > 1 and splits * rows * heads * HEAD_DIM * 4 > MAX_PARTIAL_BYTES:
                 break
-            plan = Plan(block_heads, splits)
-            time = predicted_us(rows, heads, keys, sm_count, plan)
-            if usual is not None:
-                time *= predicted_us(rows, heads, usual, sm_count, plan)
-            if best is None or time < best_time:
-                best, best_time = plan, time
-    return best
+            plans.append(Plan(block_heads, splits))
+    return plans
 
 
 cached_plan = functools.lru_cache(maxsize=4096)(choose_plan)

@@ -78,9 +78,9 @@ def key_block(row: RowBlocks, block: int, block_keys: int = SPLIT_BLOCK_KEYS) ->
 def choose_num_splits(rows: int, heads: int, keys: int, sm_count: int) -> int:
     """Number of splits for ``num_splits=None``: a function of shapes alone, so that one graph serves all lengths.
 
-    The cheapest S by a model, in microseconds, of the Triton kernel on an H200 (fitted to
-    benchmark/results/h200/sparse_decode.csv): every wave of programs takes its longest program's blocks, and more than
-    one split costs a combine launch and the partials' way out and back.
+    The cheapest S by a model, in microseconds, of the Triton kernel on an H200 (fitted to its times at commit 84b64e7):
+    every wave of programs takes its longest program's blocks, and more than one split costs a combine launch and the
+    partials' way out and back.
 
         time(S) = waves(S) * blocks_per_split(S) * block_time + (S > 1) * (4 + partial_bytes(S) / 2.5e6)
         partial_bytes(S) = S * rows * heads * 512 * 4, at most MAX_PARTIAL_BYTES for any S > 1

@@ -210,9 +210,9 @@ __device__ __forceinline__ void combine(const Place& place, const float* lse_acc
 // the decode lets this grid start while the kernel before the decode may still run. That brings instructions and
 // constants into the caches, from where the kernels between two layers of a model drive them out. A small grid starts
 // as a whole, on SMs that the decode leaves free; of a large one only so many blocks, which warm the L2 for the others.
-// Microseconds from the decode's end among such kernels (benchmark/among.py) on an H200, 64 heads: 1 row 1.5 instead
-// of 4.2, 8 rows 2.1 (2.8), 32 rows 3.8 (4.3). Touching the parameters alone, and decode kernels of 96 instead of 128
-// registers a thread, which leave room for combine blocks, gained nothing.
+// Microseconds from the decode's end among such kernels (traces as benchmark/among.py makes them) on an H200, 64 heads:
+// 1 row 1.5 instead of 4.2, 8 rows 2.1 (2.8), 32 rows 3.8 (4.3). Touching the parameters alone, and decode kernels of
+// 96 instead of 128 registers a thread, which leave room for combine blocks, gained nothing.
 constexpr uint32_t kSmallGrid = 264;  // two blocks an SM of an H200
 constexpr uint32_t kDryBlocksOfLargeGrid = 32;
 

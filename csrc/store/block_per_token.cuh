@@ -6,7 +6,7 @@
 // accesses of warp_per_token.cuh cannot: rows, tables and caches of any alignment (kAligned = false).
 //
 // Little is left to gain: on an H200 a kernel of this grid that only loads the row and stores as many bytes takes 0.91
-// to 0.93 of SGLang's time for 1 to 64 rows of the main store, this one 0.93 to 1.01. Tried, all within the noise: the
+// to 0.93 of SGLang's time for 1 to 64 rows of the main store, this one 0.93 to 1.03. Tried, all within the noise: the
 // sums of the warps added from two 16-byte loads instead of shuffles, the RoPE part in the first warp, the weight after
 // the row, a late launch_dependents or none, one warp's indices shared; 2 tokens a block. Slower: 128 threads a token
 // (0.03 us), 64 (0.3), 2 tokens a thread (0.3), a ninth warp that runs ahead to warm the instruction cache (0.2).

@@ -1,8 +1,8 @@
 """Shadow mode (SGL_DSV4_VERIFY=1): SGLang's kernel serves the call, ours gets the same inputs, results are compared.
 
-Store: byte for byte, on the pages that the call touches. Decode: both against the fp64 reference. The first mismatch of
-a hook is logged with its shapes, and its inputs, cut down to what the call needs, go to a file for `load_dump` and
-`replay`. Shadow mode waits for the GPU in every call, so it runs without CUDA graphs.
+Store: byte for byte, on the pages that the call touches. Query: bit for bit. Decode: both against the fp64 reference.
+The first mismatch of a hook is logged with its shapes, and its inputs, cut down to what the call needs, go to a file
+for `load_dump` and `replay`. Shadow mode waits for the GPU in every call, so it runs without CUDA graphs.
 """
 
 from __future__ import annotations

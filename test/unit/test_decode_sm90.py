@@ -114,18 +114,19 @@ def test_worked_examples():
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("keys", [192, 704, 1152, 8384])
 def test_plans_for_usual_lengths(heads, keys):
-    """By the model, full lengths lose little, and no usual length much more than it would by a plan of its own."""
-    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+    """By the model, full lengths lose at most a quarter, and usual ones gain, somewhere much."""
+    most = 0.0
+    for rows in (*range(1, 40), 64, 67, 80, 96, 128, 256, 512):
         usual = min(keys, 256)
         both, full = choose_plan(rows, heads, keys, 132, usual=usual), choose_plan(rows, heads, keys, 132)
-        short = choose_plan(rows, heads, usual, 132)
 
         def time(plan, length, rows=rows):
             return predicted_us(rows, heads, length, 132, plan)
 
-        assert time(both, keys) <= 1.31 * time(full, keys)
-        assert time(both, usual) <= 1.61 * time(short, usual)
+        assert time(both, keys) <= 1.25 * time(full, keys)
         assert time(both, usual) <= time(full, usual)
+        most = max(most, time(full, usual) / time(both, usual))
+    assert most > 1.15 or keys == 192 or heads < 32
 
 
 def test_small_combines():
