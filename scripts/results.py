@@ -204,8 +204,9 @@ def readme_figures() -> str:
     if serving := read("serving.csv"):
         lines += [
             f"**Served**, a 6-layer model of DeepSeek-V4-Flash's layer shapes. {machine(serving[0])}",
-            "Dummy weights, one GPU. Time per output token without and with the plugin, ratio: patched / stock. One that",
-            "is nearer to 1 than the spread says nothing. The first token is prefill, where the plugin only stores.",
+            "Dummy weights, one GPU. Time per output token without and with the plugin, ratio: patched / stock.",
+            "One that is nearer to 1 than the spread says nothing. The first token is prefill, where the plugin only",
+            "stores.",
             "",
             *serving_table(serving),
             "",
