@@ -175,11 +175,11 @@ def choose_plan(
             best, least = plan, time
     if usual is None:
         return best
-    found = predicted_us(rows, heads, usual, sm_count, best), least
+    least_usual, full = predicted_us(rows, heads, usual, sm_count, best), least
     for plan in plans:
-        time = predicted_us(rows, heads, usual, sm_count, plan), predicted_us(rows, heads, keys, sm_count, plan)
-        if time[1] <= MOST_LOSS * least and time < found:
-            best, found = plan, time
+        time, all_keys = (predicted_us(rows, heads, length, sm_count, plan) for length in (usual, keys))
+        if all_keys <= MOST_LOSS * least and (time < least_usual or (time == least_usual and all_keys < full)):
+            best, least_usual, full = plan, time, all_keys
     return best
 
 

@@ -129,6 +129,21 @@ def test_plans_for_usual_lengths(heads, keys):
     assert most > 1.15 or keys == 192 or heads < 32
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("usual", [None, 256])
+def test_plans_can_be_traced(usual, dynamic):
+    """torch.compile asks for the plan of a number of rows, a symbol if shapes are dynamic."""
+
+    def scaled(x):
+        plan = choose_plan(x.shape[0], 64, 704, 132, usual=usual)
+        return x * plan.num_splits + plan.block_heads
+
+    compiled = torch.compile(scaled, fullgraph=True, backend="eager", dynamic=dynamic)
+    for rows in (2, 32):
+        plan = choose_plan(rows, 64, 704, 132, usual=usual)
+        assert compiled(torch.ones(rows))[0] == plan.num_splits + plan.block_heads
+
+
 def test_small_combines():
     """Rows x heads that the model takes for small are those of the kernel."""
     text = (CSRC / "decode/combine.cu").read_text()
