@@ -7,14 +7,13 @@ flush of L2 shows: a combine kernel that took 2 us in such a graph took 4 in a s
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from common import Call, capture
+from common import Call, capture, trace_kernels
 
 HIDDEN = 4096
 WIDTHS = (4096, 6144, 1536, 12288, 8192)
@@ -83,6 +82,5 @@ def among_medians(calls: Mapping[str, Call], replays: int = 3) -> dict[str, floa
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             trace.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        medians[name] = statistics.median(spans(event for event in events if event.get("cat") == "kernel"))
+            medians[name] = statistics.median(spans(trace_kernels(path)))
     return medians

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from among import among_medians
-from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_problem, random_cache, shape_options
+from bench_sparse_decode import problems, shape_options
 from common import (
     COLOURS,
     Call,
-    Progress,
     comment,
-    log2_axis,
-    new_figure,
+    plot_by_heads,
     require_cuda,
     run_facts,
     warm_medians,
@@ -80,25 +79,17 @@ def check_peers(problem: Problem, rope: Rope, output: str, peers: tuple) -> None
 
 def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
     """Time against b, a panel per head count; dashed: FP8 output. Called by scripts/results.py --plots."""
-    heads = list(dict.fromkeys(row["heads"] for row in rows))
-    figure = new_figure(figsize=(3.6 * len(heads), 3.6), layout="constrained")
-    axes = figure.subplots(1, len(heads), squeeze=False, sharey=True)[0]
-    for axis, h in zip(axes, heads, strict=True):
-        mine = [row for row in rows if row["heads"] == h and row["extra"] == rows[0]["extra"]]
+
+    def lines(mine: list[dict]) -> Iterator[tuple]:
         for output, style in zip(OUTPUTS, ("-o", "--"), strict=True):
+            points = [row for row in mine if row["output"] == output]
             for name, colour in (("ours", COLOURS["auto"]), ("stock", COLOURS["stock"])):
-                xy = [(r["b"], float(r[f"{name}_us"])) for r in mine if r["output"] == output and r.get(f"{name}_us")]
-                if xy:
-                    axis.plot(*zip(*xy, strict=True), style, color=colour, label=f"{name}, {output}")
-        axis.set_yscale("log")
-        axis.set_title(f"{h} heads", loc="left")
-        axis.set_xlabel("rows")
-        log2_axis(axis, sorted({row["b"] for row in mine}))
-    axes[0].set_ylabel("time a layer, us")
-    axes[0].legend()
-    figure.suptitle("from projection to wo_a: {gpu}, torch {torch}, commit {commit}".format(**facts), fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+                yield points, f"{name}_us", style, colour, f"{name}, {output}"
+
+    heads = list(dict.fromkeys(row["heads"] for row in rows))
+    rows = [row for row in rows if row["extra"] == rows[0]["extra"]]
+    title = "from projection to wo_a: {gpu}, torch {torch}, commit {commit}".format(**facts)
+    plot_by_heads(path, rows, heads, lines, "time a layer, us", title)
 
 
 def cells(times: dict[str, float], names: list[str]) -> str:
@@ -130,31 +121,24 @@ def main() -> int:
     names = ["ours", *(["stock"] if peers else [])]
     print(comment(facts))
     head = "".join(f"{name:>9}" for name in names)
-    ratio_head = "  stock/ours"
     print(f"# us, warm; bf16 also among other kernels\n{'heads':>5} {'keys':>10} {'b':>4} {'output':>12}", end="")
-    print(f"{head}{ratio_head}{head}{ratio_head}")
-    caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
+    print(f"{head}  stock/ours" * 2)
     freqs = random_freqs(POSITIONS, torch.device("cuda"))
-    progress = Progress(len(args.heads) * len(args.extra) * len(args.b))
     rows = []
-    for heads in args.heads:
-        for extra in args.extra:
-            for b in args.b:
-                progress.step(f"{heads} heads, {args.topk} + {extra} keys, b={b}")
-                problem = make_problem(caches, b, heads, args.topk, extra)
-                rope = freqs, torch.randint(0, POSITIONS, (b,), device="cuda")
-                for output in args.output:
-                    if peers:
-                        check_peers(problem, rope, output, peers)
-                    calls = make_calls(problem, rope, output, peers)
-                    warm = warm_medians(calls, args.iters)
-                    among = among_medians(calls) if output == "bf16" else {}
-                    row = {"heads": heads, "topk": args.topk, "extra": extra, "b": b, "output": output}
-                    for kind, times in (("us", warm), ("among_us", among)):
-                        row |= {f"{name}_{kind}": f"{times[name]:.2f}" if times else "" for name in names}
-                    rows.append(row | facts)
-                    print(f"{heads:5} {args.topk:4} +{extra:4} {b:4} {output:>12}", end="")
-                    print(cells(warm, names) + cells(among, names), flush=True)
+    for shape, problem in problems(args):
+        rope = freqs, torch.randint(0, POSITIONS, (shape["b"],), device="cuda")
+        for output in args.output:
+            if peers:
+                check_peers(problem, rope, output, peers)
+            calls = make_calls(problem, rope, output, peers)
+            warm = warm_medians(calls, args.iters)
+            among = among_medians(calls) if output == "bf16" else {}
+            row = shape | {"output": output}
+            for kind, times in (("us", warm), ("among_us", among)):
+                row |= {f"{name}_{kind}": f"{times[name]:.2f}" if times else "" for name in names}
+            rows.append(row | facts)
+            print("{heads:5} {topk:4} +{extra:4} {b:4} {output:>12}".format(**row), end="")
+            print(cells(warm, names) + cells(among, names), flush=True)
     if args.csv:
         write_csv(args.csv, rows)
     return 0

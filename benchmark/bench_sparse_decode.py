@@ -15,7 +15,9 @@ Bytes count every key once a row, plus q, output and LSE; the roofline is the la
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,8 +26,7 @@ from common import (
     ColdTimer,
     Progress,
     comment,
-    log2_axis,
-    new_figure,
+    plot_by_heads,
     require_cuda,
     run_facts,
     warm_medians,
@@ -108,29 +109,17 @@ def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
 
     Called by scripts/results.py --plots.
     """
-    heads = sorted({row["heads"] for row in rows})
-    figure = new_figure(figsize=(3.6 * len(heads), 3.6), layout="constrained")
-    axes = figure.subplots(1, len(heads), squeeze=False, sharey=True)[0]
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-    for axis, h in zip(axes, heads, strict=True):
-        mine = [row for row in rows if row["heads"] == h]
+
+    def lines(mine: list[dict]) -> Iterator[tuple]:
         for colour, extra in zip(colours, sorted({row["extra"] for row in mine}), strict=False):
             points = [row for row in mine if row["extra"] == extra]
             for name, style in (("auto", "-o"), ("FlashMLA", "--")):
-                column = f"{name}_warm_us"
-                xy = [(row["b"], float(row[column])) for row in points if row.get(column)]
-                if xy:
-                    label = f"{'ours' if name == 'auto' else name}, {points[0]['topk']} + {extra} keys"
-                    axis.plot(*zip(*xy, strict=True), style, color=colour, label=label)
-        axis.set_yscale("log")
-        axis.set_title(f"{h} heads", loc="left")
-        axis.set_xlabel("rows")
-        log2_axis(axis, sorted({row["b"] for row in mine}))
-    axes[0].set_ylabel("time, us (warm)")
-    axes[0].legend()
-    figure.suptitle("sparse decode: {gpu}, torch {torch}, commit {commit}".format(**facts), fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+                label = f"{'ours' if name == 'auto' else name}, {points[0]['topk']} + {extra} keys"
+                yield points, f"{name}_warm_us", style, colour, label
+
+    title = "sparse decode: {gpu}, torch {torch}, commit {commit}".format(**facts)
+    plot_by_heads(path, rows, sorted({row["heads"] for row in rows}), lines, "time, us (warm)", title)
 
 
 def shape_options(heads: list[int], extra: list[int], iters: int) -> argparse.ArgumentParser:
@@ -145,6 +134,17 @@ def shape_options(heads: list[int], extra: list[int], iters: int) -> argparse.Ar
     parser.add_argument("--iters", type=int, default=iters, help="repetitions")
     parser.add_argument("--csv", type=Path, metavar="PATH")
     return parser
+
+
+def problems(args: argparse.Namespace) -> Iterator[tuple[dict[str, int], Problem]]:
+    """The problems that `shape_options` asks for, with progress, and their shapes as columns."""
+    caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
+    shapes = list(itertools.product(args.heads, args.extra, args.b))
+    progress = Progress(len(shapes))
+    for heads, extra, b in shapes:
+        progress.step(f"{heads} heads, {args.topk} + {extra} keys, b={b}")
+        shape = {"heads": heads, "topk": args.topk, "extra": extra, "b": b}
+        yield shape, make_problem(caches, b, heads, args.topk, extra)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -184,40 +184,28 @@ def main() -> int:
         + "".join(f"{name:>16}" for name in names)
         + "  FlashMLA/auto  roof"
     )
-    caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     timer = ColdTimer()
-    progress = Progress(len(args.heads) * len(args.extra) * len(args.b))
     rows = []
-    for heads in args.heads:
-        for extra in args.extra:
-            for b in args.b:
-                progress.step(f"{heads} heads, {args.topk} + {extra} keys, b={b}")
-                problem = make_problem(caches, b, heads, args.topk, extra)
-                calls = make_calls(problem, args.backend, args.splits, peers)
-                cold, warm = timer.medians(calls, args.iters), warm_medians(calls, max(args.iters // 3, 3))
-                total_bytes, flop, roof = roofline_us(b, heads, args.topk + extra)
-                chosen = num_splits(backend, b, heads, args.topk + extra, sm_count)
-                row = {
-                    "backend": backend,
-                    "heads": heads,
-                    "topk": args.topk,
-                    "extra": extra,
-                    "b": b,
-                }
-                row["auto_splits"] = chosen
-                for name in names:
-                    row[f"{name}_cold_us"], row[f"{name}_warm_us"] = f"{cold[name]:.2f}", f"{warm[name]:.2f}"
-                row["gb_per_s"] = f"{total_bytes / warm['auto'] / 1e3:.0f}"
-                row["tflop_per_s"] = f"{flop / warm['auto'] / 1e6:.1f}"
-                row["roofline_share"] = f"{roof / warm['auto']:.3f}"
-                rows.append(row | facts)
-                cells = "".join(f"{cold[name]:8.1f} /{warm[name]:6.1f}" for name in names)
-                ratio = f"{warm['FlashMLA'] / warm['auto']:13.2f}" if "FlashMLA" in warm else f"{'-':>13}"
-                print(
-                    f"{heads:5} {args.topk:4} +{extra:4} {b:4} {chosen:3}{cells}  {ratio}  {roof / warm['auto']:4.2f}",
-                    flush=True,
-                )
+    for shape, problem in problems(args):
+        heads, b, extra = shape["heads"], shape["b"], shape["extra"]
+        calls = make_calls(problem, args.backend, args.splits, peers)
+        cold, warm = timer.medians(calls, args.iters), warm_medians(calls, max(args.iters // 3, 3))
+        total_bytes, flop, roof = roofline_us(b, heads, args.topk + extra)
+        chosen = num_splits(backend, b, heads, args.topk + extra, sm_count)
+        row = {"backend": backend, **shape, "auto_splits": chosen}
+        for name in names:
+            row[f"{name}_cold_us"], row[f"{name}_warm_us"] = f"{cold[name]:.2f}", f"{warm[name]:.2f}"
+        row["gb_per_s"] = f"{total_bytes / warm['auto'] / 1e3:.0f}"
+        row["tflop_per_s"] = f"{flop / warm['auto'] / 1e6:.1f}"
+        row["roofline_share"] = f"{roof / warm['auto']:.3f}"
+        rows.append(row | facts)
+        cells = "".join(f"{cold[name]:8.1f} /{warm[name]:6.1f}" for name in names)
+        ratio = f"{warm['FlashMLA'] / warm['auto']:13.2f}" if "FlashMLA" in warm else f"{'-':>13}"
+        print(
+            f"{heads:5} {args.topk:4} +{extra:4} {b:4} {chosen:3}{cells}  {ratio}  {roof / warm['auto']:4.2f}",
+            flush=True,
+        )
     if args.csv:
         write_csv(args.csv, rows)
     return 0

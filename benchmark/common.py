@@ -9,6 +9,8 @@ not absolute times of two.
 from __future__ import annotations
 
 import csv
+import gzip
+import json
 import os
 import random
 import statistics
@@ -92,6 +94,12 @@ def device_copy(total_bytes: int) -> Call:
     source = torch.zeros(-(-total_bytes // 32) * 16, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+def trace_kernels(path: Path) -> list[dict]:
+    """The kernel events ("name", "ts", "dur", microseconds) of a torch.profiler trace, which may be compressed."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
 
 
 def nbytes(*tensors: torch.Tensor) -> int:
@@ -224,6 +232,39 @@ def new_figure(**options):
         }
     )
     return Figure(**options)
+
+
+def plot_by_heads(
+    path: Path,
+    rows: Sequence[Mapping],
+    heads: Sequence[int],
+    lines: Callable[[list[Mapping]], Iterable[tuple[Sequence[Mapping], str, str, str, str]]],
+    ylabel: str,
+    title: str,
+) -> None:
+    """Time against b, a panel for each of some head counts.
+
+    Args:
+        rows: with "heads", "b" and times; a line leaves out rows without its time.
+        lines: of the rows of a panel: for each line its rows, the column of its times, style, colour and label.
+    """
+    figure = new_figure(figsize=(3.6 * len(heads), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(heads), squeeze=False, sharey=True)[0]
+    for axis, h in zip(axes, heads, strict=True):
+        mine = [row for row in rows if row["heads"] == h]
+        for points, column, style, colour, label in lines(mine):
+            xy = [(row["b"], float(row[column])) for row in points if row.get(column)]
+            if xy:
+                axis.plot(*zip(*xy, strict=True), style, color=colour, label=label)
+        axis.set_yscale("log")
+        axis.set_title(f"{h} heads", loc="left")
+        axis.set_xlabel("rows")
+        log2_axis(axis, sorted({row["b"] for row in mine}))
+    axes[0].set_ylabel(ylabel)
+    axes[0].legend()
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
 
 
 def log2_axis(axis, values: Iterable[int]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import trace_kernels
 from serving import Client, ServingError, in_threads
 
 GROUPS = {
@@ -36,8 +35,7 @@ def group_of(kernel: str) -> str:
 
 def kernels(trace: Path) -> list[dict]:
     """The kernel events of a trace; ServingError if it has none, or some of a prefill."""
-    with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as file:
-        events = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
+    events = trace_kernels(trace)
     if not events:
         raise ServingError(f"{trace}: no kernels in the trace")
     strange = next((event["name"] for event in events if re.search(PREFILL, event["name"])), None)

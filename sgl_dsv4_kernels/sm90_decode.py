@@ -167,19 +167,20 @@ def choose_plan(
     256 are usual: 32 rows (16, 1).
     """
     plans = _plans(rows, heads, keys, num_splits, batch_invariant)
-    best, least = plans[0], predicted_us(rows, heads, keys, sm_count, plans[0])
+    usual = keys if usual is None else usual
     # Plain loops: torch.compile traces them.
+    least = predicted_us(rows, heads, keys, sm_count, plans[0])
     for plan in plans:
-        time = predicted_us(rows, heads, keys, sm_count, plan)
-        if time < least:
-            best, least = plan, time
-    if usual is None:
-        return best
-    least_usual, full = predicted_us(rows, heads, usual, sm_count, best), least
+        full = predicted_us(rows, heads, keys, sm_count, plan)
+        if full < least:
+            least = full
+    best, best_time, best_full = None, 0.0, 0.0
     for plan in plans:
-        time, all_keys = (predicted_us(rows, heads, length, sm_count, plan) for length in (usual, keys))
-        if all_keys <= MOST_LOSS * least and (time < least_usual or (time == least_usual and all_keys < full)):
-            best, least_usual, full = plan, time, all_keys
+        full, time = (predicted_us(rows, heads, length, sm_count, plan) for length in (keys, usual))
+        if full > MOST_LOSS * least:
+            continue
+        if best is None or time < best_time or (time == best_time and full < best_full):
+            best, best_time, best_full = plan, time, full
     return best
 
 
@@ -200,7 +201,16 @@ def _plans(rows: int, heads: int, keys: int, num_splits: int | None, batch_invar
 
 
 cached_plan = functools.lru_cache(maxsize=4096)(choose_plan)
-"""``choose_plan`` for the eager path, where it is asked once a layer."""
+"""``choose_plan`` for the eager path, where it is asked twice a layer."""
+
+
+def plan_of(
+    q: torch.Tensor, main: Source, extra: Source | None, num_splits: int | None = None, batch_invariant: bool = False
+) -> Plan:
+    """The plan of a call. Tracing goes through the plain function: a cache lookup is not traceable."""
+    plan = choose_plan if torch.compiler.is_compiling() else cached_plan
+    shapes = (q.shape[0], q.shape[1], listed_keys(main, extra), count_sms(q.device))
+    return plan(*shapes, num_splits, batch_invariant, usual_keys(main, extra))
 
 
 # ---- launch ----
@@ -216,8 +226,7 @@ def _attention(
     prologue: Prologue,
 ) -> tuple:
     """The leading arguments of both ops."""
-    keys = listed_keys(main, extra)
-    plan = cached_plan(*q.shape[:2], keys, count_sms(q.device), num_splits, batch_invariant, usual_keys(main, extra))
+    plan = plan_of(q, main, extra, num_splits, batch_invariant)
     return (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, *prologue)
 
 

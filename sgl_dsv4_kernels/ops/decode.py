@@ -246,11 +246,9 @@ def _resolve_num_splits(
         return batch_invariant_num_splits(keys)
     if q.device.type != "cuda":
         return 1
-    # Tracing goes through the plain functions: a cache lookup is not traceable.
     if backend == "sm90":
-        plan = sm90_decode.choose_plan if torch.compiler.is_compiling() else sm90_decode.cached_plan
-        sm_count, usual = sm90_decode.count_sms(q.device), sm90_decode.usual_keys(main, extra)
-        return plan(q.shape[0], q.shape[1], keys, sm_count, usual=usual).num_splits
+        return sm90_decode.plan_of(q, main, extra).num_splits
+    # Tracing goes through the plain function: a cache lookup is not traceable.
     choose = choose_num_splits if torch.compiler.is_compiling() else cached_num_splits
     return choose(q.shape[0], q.shape[1], keys, sm90_decode.count_sms(q.device))
 
