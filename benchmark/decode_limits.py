@@ -41,7 +41,7 @@ from common import Progress, comment, require_cuda, run_facts, write_csv
 from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels.settings import settings
 
-CELLS = [f"64x{b}" for b in (1, 4, 8, 16, 32, 64, 128)]
+CELLS = [f"64x{b}" for b in (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)]
 CELLS += [f"{heads}x{b}" for heads in (8, 16, 32, 128) for b in (1, 16, 64, 128)]
 WARM_CALLS = 20
 LIMIT_PCT = 60.0

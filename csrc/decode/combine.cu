@@ -31,9 +31,9 @@ __device__ __forceinline__ Place my_place(const CombineParams& p) {
 // ---- merging ----
 
 struct Merged {
-  float value[kVec];  // weighted mean of the live splits' O; 0 if there is none
-  float lse;          // natural log; +inf if there is no live split
-  bool empty;         // no live split
+  Values<1> value;  // weighted mean of the live splits' O; 0 if there is none
+  float lse;        // natural log; +inf if there is no live split
+  bool empty;       // no live split
 };
 
 __device__ __forceinline__ bool is_live(float lse) {
@@ -101,7 +101,7 @@ struct SplitMerger {
 
     // Weights that sum to 1 keep the sum of products in range, and a lone live split exact.
 #pragma unroll
-    for (int s = 0; s < kSplits; ++s) accumulate(m.value, w[s] * inverse, part[s]);
+    for (int s = 0; s < kSplits; ++s) accumulate(m.value[0], w[s] * inverse, part[s]);
     return m;
   }
 };
@@ -163,7 +163,7 @@ struct SplitMerger<0> {
           todo &= todo - 1;
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) accumulate(m.value, part_weight[i], part[i]);
+        for (int i = 0; i < kBatch; ++i) accumulate(m.value[0], part_weight[i], part[i]);
       }
     }
     return m;
@@ -199,11 +199,11 @@ __device__ __forceinline__ void combine(const Place& place, const float* lse_acc
   const Rotation rotation = load_rotation(place, position, p);
   Merged m = merger.merge(o, lse_accum, place, p);
 
-  if (!m.empty) apply_sink_and_rope(m.value, epilogue::sink_factor(sink, m.lse), rotation, place, p);
-  store_output(m.value, place, p);
+  if (!m.empty) apply_sink_and_rope(m.value[0], epilogue::sink_factor(sink, m.lse), rotation, place, p);
+  store_output<1>(m.value, place, p);
   if (place.dry) return;
   if (threadIdx.x == 0) p.lse[place.token * p.stride_lse_token + place.head * p.stride_lse_head] = m.lse;
-  if (p.amax != nullptr) store_amax(m.value, place, p);
+  if (p.amax != nullptr) store_amax(m.value[0], place, p);
 }
 
 // Blocks that start while the decode still runs go through the code once without touching memory, not even the sink's:

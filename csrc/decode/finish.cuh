@@ -68,35 +68,46 @@ __device__ __forceinline__ Rotation load_rotation(const Place& place, int64_t po
 }
 
 // Not for a row that attends to nothing: it stays 0, whatever its sink and position are.
-__device__ __forceinline__ void apply_sink_and_rope(float (&x)[kVec], float sink_factor, const Rotation& rotation,
-                                                    const Place& place, const CombineParams& p) {
+__device__ __forceinline__ void apply_sink(float (&x)[kVec], float sink_factor) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) x[i] *= sink_factor;
+}
+__device__ __forceinline__ void apply_sink_and_rope(float (&x)[kVec], float sink_factor, const Rotation& rotation,
+                                                    const Place& place, const CombineParams& p) {
+  apply_sink(x, sink_factor);
   if (!rotates(place, p)) return;
   epilogue::rotate_back(x[0], x[1], rotation.pair[0].x, rotation.pair[0].y);
   epilogue::rotate_back(x[2], x[3], rotation.pair[1].x, rotation.pair[1].y);
 }
 
 // ---- outputs ----
+//
+// Of kCount groups of 128 channels each, from place.group on: x[i] is the thread's part of group place.group + i.
 
-__device__ __forceinline__ void store_bf16(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+template <int kCount>
+using Values = float[kCount][kVec];
+
+template <int kCount>
+__device__ __forceinline__ void store_bf16(const Values<kCount>& x, const Place& place, const CombineParams& p) {
   uint16_t* out =
       static_cast<uint16_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head + place.channel;
-  const uint2 packed = make_uint2(epilogue::cvt_bf16x2(x[0], x[1]), epilogue::cvt_bf16x2(x[2], x[3]));
+  uint2 packed[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    packed[i] = make_uint2(epilogue::cvt_bf16x2(x[i][0], x[i][1]), epilogue::cvt_bf16x2(x[i][2], x[i][3]));
   if (place.dry) return;
   if (reinterpret_cast<uintptr_t>(out) % sizeof(uint2) == 0) {
-    *reinterpret_cast<uint2*>(out) = packed;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) *reinterpret_cast<uint2*>(out + i * kGroupChannels) = packed[i];
   } else {  // a caller's view may start anywhere
-    out[0] = static_cast<uint16_t>(packed.x);
-    out[1] = static_cast<uint16_t>(packed.x >> 16);
-    out[2] = static_cast<uint16_t>(packed.y);
-    out[3] = static_cast<uint16_t>(packed.y >> 16);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      out[i * kGroupChannels] = static_cast<uint16_t>(packed[i].x);
+      out[i * kGroupChannels + 1] = static_cast<uint16_t>(packed[i].x >> 16);
+      out[i * kGroupChannels + 2] = static_cast<uint16_t>(packed[i].y);
+      out[i * kGroupChannels + 3] = static_cast<uint16_t>(packed[i].y >> 16);
+    }
   }
-}
-
-__device__ __forceinline__ void store_e4m3(uint32_t codes, const Place& place, const CombineParams& p) {
-  uint8_t* out = static_cast<uint8_t*>(p.out) + place.token * p.stride_out_token + place.head * p.stride_out_head;
-  if (!place.dry) *reinterpret_cast<uint32_t*>(out + place.channel) = codes;
 }
 
 // Column `column` of row place.token of the scales.
@@ -105,37 +116,48 @@ __device__ __forceinline__ Word* scale_at(const Place& place, int64_t column, co
   return static_cast<Word*>(p.scales) + place.token * p.stride_scales_token + column * p.stride_scales_column;
 }
 
-// Quantises and stores the warp's 128 channels with their scales.
-__device__ __forceinline__ void store_fp8(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+// Quantises and stores the warp's channels with their scales.
+template <int kCount>
+__device__ __forceinline__ void store_fp8(const Values<kCount>& x, const Place& place, const CombineParams& p) {
   const bool stores_scale = place.lane == 0 && !place.dry;
-  const uint32_t amax = epilogue::finite_abs_max_bits(x);
-  if (p.output == OutputKind::kFp8Group32Ue8m0) {
-    const epilogue::Ue8m0Scale scale(epilogue::lanes_max<32 / kVec>(amax));
-    store_e4m3(epilogue::quantise4(x, scale), place, p);
-    const uint32_t byte = scale.exponent << (place.lane / 8 * 8);
-    const uint32_t word = __reduce_or_sync(kAllLanes, byte);
-    if (stores_scale) *scale_at<uint32_t>(place, place.head * kGroups + place.group, p) = word;
-    return;
-  }
-  const uint32_t group_amax = epilogue::lanes_max<32>(amax);
-  if (p.output == OutputKind::kFp8Group128) {
-    const epilogue::Fp32Scale scale(group_amax);
-    store_e4m3(epilogue::quantise4(x, scale), place, p);
-    if (stores_scale) *scale_at<float>(place, place.head * kGroups + place.group, p) = scale.scale;
-  } else {
-    const epilogue::Ue8m0Scale scale(group_amax);
-    store_e4m3(epilogue::quantise4(x, scale), place, p);
-    uint8_t* word = reinterpret_cast<uint8_t*>(scale_at<uint32_t>(place, place.head, p));
-    if (stores_scale) word[place.group] = static_cast<uint8_t>(scale.exponent);
+  uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.out) + place.token * p.stride_out_token +
+                                              place.head * p.stride_out_head + place.channel);
+  const auto store_e4m3 = [&](int i, uint32_t codes) {
+    if (!place.dry) out[i * kGroupChannels / kVec] = codes;
+  };
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int group = place.group + i;
+    const uint32_t amax = epilogue::finite_abs_max_bits(x[i]);
+    if (p.output == OutputKind::kFp8Group32Ue8m0) {
+      const epilogue::Ue8m0Scale scale(epilogue::lanes_max<32 / kVec>(amax));
+      store_e4m3(i, epilogue::quantise4(x[i], scale));
+      const uint32_t byte = scale.exponent << (place.lane / 8 * 8);
+      const uint32_t word = __reduce_or_sync(kAllLanes, byte);
+      if (stores_scale) *scale_at<uint32_t>(place, place.head * kGroups + group, p) = word;
+      continue;
+    }
+    const uint32_t group_amax = epilogue::lanes_max<32>(amax);
+    if (p.output == OutputKind::kFp8Group128) {
+      const epilogue::Fp32Scale scale(group_amax);
+      store_e4m3(i, epilogue::quantise4(x[i], scale));
+      if (stores_scale) *scale_at<float>(place, place.head * kGroups + group, p) = scale.scale;
+    } else {
+      const epilogue::Ue8m0Scale scale(group_amax);
+      store_e4m3(i, epilogue::quantise4(x[i], scale));
+      uint8_t* word = reinterpret_cast<uint8_t*>(scale_at<uint32_t>(place, place.head, p));
+      if (stores_scale) word[group] = static_cast<uint8_t>(scale.exponent);
+    }
   }
 }
 
 // Both output kinds.
-__device__ __forceinline__ void store_output(const float (&x)[kVec], const Place& place, const CombineParams& p) {
+template <int kCount>
+__device__ __forceinline__ void store_output(const Values<kCount>& x, const Place& place, const CombineParams& p) {
   if (p.output == OutputKind::kBf16) {
-    store_bf16(x, place, p);
+    store_bf16<kCount>(x, place, p);
   } else {
-    store_fp8(x, place, p);
+    store_fp8<kCount>(x, place, p);
   }
 }
 

@@ -160,7 +160,7 @@ __device__ __forceinline__ void stage_results(const Half& o, const Place& place,
 
 // ---- the roles ----
 
-// Leaves sums and units in shared memory.
+// Writes the LSEs and leaves in shared memory what the values are to be multiplied by.
 __device__ __forceinline__ void attend_scores(const DecodeParams& p, const Work& w, SharedMemory& shared) {
   const Place place = my_place();
   Barriers& barriers = shared.barriers;
@@ -191,8 +191,8 @@ __device__ __forceinline__ void attend_scores(const DecodeParams& p, const Work&
   for (int r = 0; r < 2; ++r) {
     const float total = row_sum(softmax.total[r]);
     if (place.column != 0) continue;
-    shared.unit[place.row + 8 * r] = softmax.unit[r];
-    shared.total[place.row + 8 * r] = total;
+    const int head = place.row + 8 * r;
+    finish_head(p, w, head, softmax.unit[r], total, load_sink(p, w, head), shared);
   }
 }
 
@@ -202,7 +202,7 @@ __device__ __forceinline__ void attend_values(const DecodeParams& p, const Work&
   const Place place = my_place();
   Barriers& barriers = shared.barriers;
   if (kHalf == 1 && p.o_accum == nullptr)
-    load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.sink, shared.rotation);
+    load_rotation(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.rotation);
 
   Half o = {};  // the first tile's decay is 0
   int stage = 0;

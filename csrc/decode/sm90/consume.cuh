@@ -72,6 +72,10 @@ __device__ __forceinline__ float next_unit(float tile_most, float& top, float& u
 
 using QueryVector = Words<query::kPairs>;
 
+// Heads that a warp normalises at once, as many as its registers hold.
+template <int kHeads>
+inline constexpr int kAtOnce = kHeads == kTileHeads ? 2 : kHeads / kConsumerWarps;
+
 template <int kHeads>
 __device__ __forceinline__ uint32_t q_vector(uint32_t q, int head, int vector, int lane) {
   return q + q_offset(head, (32 * vector + lane) * query::kVec, kHeads);
@@ -84,14 +88,13 @@ __device__ __forceinline__ void st_query(uint32_t address, const QueryVector& v)
   ptx::st_shared(address, make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
 }
 
-// Starts the copies of the block's heads into shared memory at `q`, in blocks of kHeads rows, by both warpgroups. Heads
-// past the last become zeros. Returns what rotate_q() rotates by.
+// Starts the copies of the block's heads into shared memory at `q`, in blocks of kHeads rows, by both warpgroups,
+// beside the loads of the lengths: whether the block has keys is not known yet. Heads past the last become zeros.
+// Returns the row's position, where its query is rotated.
 template <int kHeads>
-__device__ __forceinline__ query::Factors load_q(const DecodeParams& p, const Work& w, uint32_t q) {
+__device__ __forceinline__ query::Position load_q(const DecodeParams& p, const Part& w, uint32_t q) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  query::Factors factors = {};  // loaded first: behind 64 KB of Q they would come last
-  if (p.query.freqs_cis != nullptr)
-    factors = query::load_factors<false>(p.query, w.query_position, lane % query::kRopeVectors);
+  const query::Position position = query::load_position(p.query, w.token, p.query.freqs_cis != nullptr);
   const auto* rows = static_cast<const __nv_bfloat16*>(p.q) + w.token * p.stride_q_token +
                      w.first_head * p.stride_q_head + lane * query::kVec;
   constexpr int kVectorStep = 32 * query::kVec;
@@ -103,6 +106,7 @@ __device__ __forceinline__ query::Factors load_q(const DecodeParams& p, const Wo
 #pragma unroll
       for (int v = 0; v < query::kVectors; ++v)
         ptx::cp_async_16_if(wanted, q_vector<kHeads>(q, head, v, lane), row + v * kVectorStep);
+      if ((head - warp) / kConsumerWarps % kAtOnce<kHeads> == kAtOnce<kHeads> - 1) ptx::cp_async_commit();
     }
   } else {
 #pragma unroll 1
@@ -115,24 +119,27 @@ __device__ __forceinline__ query::Factors load_q(const DecodeParams& p, const Wo
       }
     }
   }
-  return factors;
+  return position;
 }
 
-// kAtOnce heads of a warp in turn, as many as its registers hold; zeros past the last head stay zeros.
+// As the copies arrive; zeros past the last head stay zeros.
 template <int kHeads>
 __device__ __forceinline__ void normalise_q(const DecodeParams& p, const Work& w, uint32_t q) {
-  constexpr int kAtOnce = kHeads == kTileHeads ? 2 : kHeads / kConsumerWarps;
+  constexpr int kHeadsAtOnce = kAtOnce<kHeads>;
+  constexpr int kRounds = kHeads / (kHeadsAtOnce * kConsumerWarps);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
-  for (int first = warp; first < w.heads; first += kAtOnce * kConsumerWarps) {
-    query::Values heads[kAtOnce];
+  for (int first = warp; first < w.heads; first += kHeadsAtOnce * kConsumerWarps) {
+    ptx::cp_async_wait_but<kRounds - 1>();
+    ptx::cp_async_commit();  // an empty group: so the count is right in every round
+    query::Values heads[kHeadsAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce * query::kVectors; ++i)
+    for (int i = 0; i < kHeadsAtOnce * query::kVectors; ++i)
       heads[i / query::kVectors].vector[i % query::kVectors] =
           ld_query(q_vector<kHeads>(q, first + i / query::kVectors * kConsumerWarps, i % query::kVectors, lane));
     query::normalise(heads, p.query.eps);
 #pragma unroll
-    for (int i = 0; i < kAtOnce * query::kVectors; ++i) {
+    for (int i = 0; i < kHeadsAtOnce * query::kVectors; ++i) {
       const int head = first + i / query::kVectors * kConsumerWarps;
       if (head < w.heads)
         st_query(q_vector<kHeads>(q, head, i % query::kVectors, lane),
@@ -160,12 +167,14 @@ __device__ __forceinline__ void rotate_q(const Work& w, uint32_t q, const query:
 }
 
 // Q in shared memory at `q`, with its norm and rotation, where they are asked for: by both warpgroups, in one place of
-// a kernel.
+// a kernel, behind load_q().
 template <int kHeads>
-__device__ __forceinline__ void provide_q(const DecodeParams& p, const Work& w, uint32_t q) {
-  const query::Factors factors = load_q<kHeads>(p, w, q);
-  ptx::cp_async_wait();
+__device__ __forceinline__ void finish_q(const DecodeParams& p, const Work& w, query::Position position, uint32_t q) {
+  query::Factors factors = {};
+  if (p.query.freqs_cis != nullptr)
+    factors = query::load_factors<false>(p.query, position, static_cast<int>(threadIdx.x) % query::kRopeVectors);
   if (p.query.has_norm) normalise_q<kHeads>(p, w, q);
+  ptx::cp_async_wait();
   if (p.query.freqs_cis != nullptr) rotate_q<kHeads>(w, q, factors);
   ptx::fence_proxy_async();
   consumers_meet();

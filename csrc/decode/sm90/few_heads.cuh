@@ -135,8 +135,12 @@ struct FewHeads {
       }
     }
 
-    // Sums and units of all heads into shared memory. `stage`: of a tile after the last.
-    __device__ __forceinline__ void finish(const Place& place, Shared& shared, int stage) {
+    // Writes the LSEs and leaves in shared memory what the values are to be multiplied by. `stage`: of a tile after the
+    // last.
+    __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, const Place& place, Shared& shared,
+                                           int stage) {
+      const int head_of_thread = static_cast<int>(threadIdx.x);
+      const float sink = load_sink(p, w, head_of_thread);
       const int warp = place.row / 16, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
@@ -145,14 +149,13 @@ struct FewHeads {
           const int head = 8 * j + place.column + c;
           const float sum = column_sum(total[j][c]);
           if (lane < 4) shared.warp_values[stage][head][warp] = sum;
-          if (place.row == 0) shared.unit[head] = unit[j][c];
+          if (place.row == 0) shared.factor[head] = unit[j][c];
         }
       }
       ptx::bar_sync(kScoresMeet, kWarpgroupThreads);
-      const int head = static_cast<int>(threadIdx.x);
-      if (head >= kHeads) return;
-      const float4 x = *reinterpret_cast<const float4*>(shared.warp_values[stage][head]);
-      shared.total[head] = (x.x + x.y) + (x.z + x.w);
+      if (head_of_thread >= kHeads) return;
+      const float4 x = *reinterpret_cast<const float4*>(shared.warp_values[stage][head_of_thread]);
+      finish_head(p, w, head_of_thread, shared.factor[head_of_thread], (x.x + x.y) + (x.z + x.w), sink, shared);
     }
   };
 
@@ -196,7 +199,7 @@ struct FewHeads {
     }
   }
 
-  // Leaves sums and units in shared memory.
+  // Writes the LSEs and leaves in shared memory what the values are to be multiplied by.
   __device__ __forceinline__ static void attend_scores(const DecodeParams& p, const Work& w, Shared& shared) {
     const Place place = my_place();
     Barriers& barriers = shared.barriers;
@@ -216,7 +219,7 @@ struct FewHeads {
       stage ^= 1;
       phase ^= stage == 0;
     }
-    softmax.finish(place, shared, stage);
+    softmax.finish(p, w, place, shared, stage);
   }
 
   // Leaves the results in shared memory.
@@ -224,8 +227,7 @@ struct FewHeads {
     const Place place = my_place();
     Barriers& barriers = shared.barriers;
     if (p.o_accum == nullptr)
-      load_epilogue_inputs(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.sink,
-                           shared.rotation);
+      load_rotation(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.rotation);
 
     float o[kChannelBlocks][kRegs] = {};  // the first tile's decay is 0
     int stage = 0;

@@ -98,7 +98,6 @@ __device__ __forceinline__ void multiply_shared(uint32_t address, uint32_t facto
 template <typename Shared>
 __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block, const Lengths& lengths_at,
                                        const Guess& guess, Shared& shared) {
-  constexpr int kRing = Shared::kRing;
   const int first_guessed = ld_int(guess.at[0]);
   const RowLengths lengths = load(lengths_at);
   const int second_guessed = ld_int(guess.at[1]);
@@ -118,14 +117,14 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
   const uint32_t code_at = static_cast<uint32_t>(tile_row + ((2 * part) ^ swizzle) * 16);
   const uint32_t rope_at = static_cast<uint32_t>(tile_row + ((part + 4 * odd) ^ swizzle) * 16);
 
-  // Chunk j of this tile, then of the next, lies in slot j modulo kRing behind that of chunk 0. Nine slots: always the
-  // same ones. Six: chunk 0 of the next tile is half a ring on.
-  static_assert(kRing == kChunks || (kRing == 6 && kChunks % kRing == kRing / 2));
-  constexpr int kPart = kRing == kChunks ? kRing : kRing / 2;
+  // Chunk j of this tile, then of the next, lies in slot j modulo kRing behind that of chunk 0, which in the next tile
+  // is half a ring on.
+  constexpr int kPart = kRing / 2;
+  static_assert(kChunks % kRing == kPart);
   uint32_t ring = ptx::shared_address(shared.ring) + (static_cast<int>(threadIdx.x) - kConsumerThreads) * 16;
   uint32_t other = ring + kPart * kRingSlotBytes;
   const auto slot_of = [&](int j) {
-    return (kRing == kChunks || j / kPart % 2 == 0 ? ring : other) + static_cast<uint32_t>(j % kPart * kRingSlotBytes);
+    return (j / kPart % 2 == 0 ? ring : other) + static_cast<uint32_t>(j % kPart * kRingSlotBytes);
   };
 
   const auto my_part_of = [&](const Source& source, int slot) {
@@ -236,11 +235,9 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     hand_over(1);
 
     row = next;
-    if (kRing != kChunks) {
-      const uint32_t swap = ring;
-      ring = other;
-      other = swap;
-    }
+    const uint32_t swap = ring;
+    ring = other;
+    other = swap;
     stage ^= 1;
     phase ^= stage == 0;
   }

@@ -11,10 +11,8 @@
 
 namespace sgl_dsv4::sm90 {
 
-// Sinks and the row's rotation, long before they are needed. Executed by at least kRopeDim threads.
-__device__ __forceinline__ void load_epilogue_inputs(const CombineParams& p, const Part& w, int thread, float* sink,
-                                                     float* rotation) {
-  if (thread < w.heads) sink[thread] = p.attn_sink == nullptr ? kMinusInfinity : p.attn_sink[w.first_head + thread];
+// The row's rotation, long before it is needed. Executed by at least kRopeDim threads.
+__device__ __forceinline__ void load_rotation(const CombineParams& p, const Part& w, int thread, float* rotation) {
   if (p.freqs_cis == nullptr || thread >= kRopeDim) return;
   const int64_t position = finish::load_position(w.token, p);
   const bool inside = position >= 0 && position < p.num_freqs;
@@ -30,60 +28,100 @@ __device__ __forceinline__ float* o_of(const DecodeParams& p, const Part& w, int
   return p.o_accum + w.split * p.stride_o_split + w.token * p.stride_o_token + (w.first_head + head) * p.stride_o_head;
 }
 
-// values: [heads][pitch]. unit, total: of each head; its weights are in units of 2^unit. Warps warp, warp + warps, ...
-// take a head each. Without a weight the values do not count: 0 times an infinite key is NaN.
+// ---- what is one number a head ----
+
+// The head's sink in the natural log, -inf if there is none.
+__device__ __forceinline__ float load_sink(const DecodeParams& p, const Part& w, int head) {
+  const bool wanted = p.o_accum == nullptr && p.finish.attn_sink != nullptr && head < w.heads;
+  return ptx::ld_global_if(wanted, p.finish.attn_sink + w.first_head + head, kMinusInfinity);
+}
+
+// Writes the LSE of a head whose weights sum up to `total` in units of 2^unit, and leaves in shared memory what its
+// values are to be multiplied by: the inverse of the sum, 0 for an empty head (a sum is at most 2^16 times the number
+// of keys: no other inverse is 0), and with one split the sink's factor.
+template <typename Shared>
+__device__ __forceinline__ void finish_head(const DecodeParams& p, const Part& w, int head, float unit, float total,
+                                            float sink, Shared& shared) {
+  const bool empty = total == 0.0f;
+  shared.inverse[head] = empty ? 0.0f : 1.0f / total;
+  if (head >= w.heads) return;
+  if (p.o_accum != nullptr) {
+    *lse_of(p, w, head) = empty ? kMinusInfinity : unit + log2f(total);
+  } else {
+    const float lse = empty ? INFINITY : finish::natural_lse(unit, total);
+    shared.factor[head] = epilogue::sink_factor(sink, lse);
+    p.finish.lse[w.token * p.finish.stride_lse_token + (w.first_head + head) * p.finish.stride_lse_head] = lse;
+  }
+}
+
+// ---- the results of a block ----
+//
+// values: [heads][pitch], not yet divided by their sums. Warps warp, warp + warps, ... of the block take a head each, a
+// lane 4 channels of each group of 128. The values of an empty head do not count: 0 times an infinite key is NaN.
+
+__device__ __forceinline__ void load_values(finish::Values<finish::kGroups>& x, const float* row, int lane,
+                                            float inverse) {
+  float4 v[finish::kGroups];
+#pragma unroll
+  for (int i = 0; i < finish::kGroups; ++i) v[i] = reinterpret_cast<const float4*>(row)[32 * i + lane];
+  if (inverse == 0.0f) {
+#pragma unroll
+    for (float4& zeros : v) zeros = float4{};
+  }
+#pragma unroll
+  for (int i = 0; i < finish::kGroups; ++i) {
+    x[i][0] = v[i].x * inverse;
+    x[i][1] = v[i].y * inverse;
+    x[i][2] = v[i].z * inverse;
+    x[i][3] = v[i].w * inverse;
+  }
+}
+
+template <typename Shared>
 __device__ __forceinline__ void write_partials(const DecodeParams& p, const Part& w, const float* values, int pitch,
-                                               const float* unit, const float* total, int warp, int warps) {
+                                               const Shared& shared, int warp, int warps) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int head = warp; head < w.heads; head += warps) {
-    const float sum = total[head];
-    const bool empty = sum == 0.0f;
-    if (lane == 0) *lse_of(p, w, head) = empty ? kMinusInfinity : unit[head] + log2f(sum);
-    const float inverse = 1.0f / (empty ? 1.0f : sum);
+    finish::Values<finish::kGroups> x;
+    load_values(x, values + head * pitch, lane, shared.inverse[head]);
     float4* o = reinterpret_cast<float4*>(o_of(p, w, head));
-    const float4* from = reinterpret_cast<const float4*>(values + head * pitch);
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 128; ++i) {
-      const float4 v = empty ? float4{} : from[32 * i + lane];
-      o[32 * i + lane] = make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse);
-    }
+    for (int group = 0; group < finish::kGroups; ++group)
+      o[32 * group + lane] = make_float4(x[group][0], x[group][1], x[group][2], x[group][3]);
   }
 }
 
 // The same for one split: sink, inverse RoPE, amax, rounding.
+template <typename Shared>
 __device__ __forceinline__ void write_outputs(const CombineParams& p, const Part& w, const float* values, int pitch,
-                                              const float* unit, const float* total, const float* sink,
-                                              const float* rotation, int warp, int warps) {
+                                              const Shared& shared, int warp, int warps) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  constexpr int kLast = finish::kGroups - 1;  // the group that is rotated
+  finish::Place place = {w.token, w.first_head, 0, lane, lane * finish::kVec};
+  finish::Place rotated = place;
+  rotated.channel += kLast * finish::kGroupChannels;
+  finish::Rotation turn = {};
+  if (finish::rotates(rotated, p)) {
+    const float4 f = *reinterpret_cast<const float4*>(shared.rotation + rotated.channel - kNopeDim);
+    turn = {{make_float2(f.x, f.y), make_float2(f.z, f.w)}};
+  }
   for (int head = warp; head < w.heads; head += warps) {
-    const float sum = total[head];
-    const bool empty = sum == 0.0f;
-    const float lse = empty ? INFINITY : finish::natural_lse(unit[head], sum);
-    const float factor = epilogue::sink_factor(sink[head], lse);
-    const float inverse = 1.0f / (empty ? 1.0f : sum);
+    finish::Values<finish::kGroups> x;
+    const float inverse = shared.inverse[head], factor = shared.factor[head];
+    load_values(x, values + head * pitch, lane, inverse);
+    if (inverse != 0.0f) {
+#pragma unroll
+      for (int group = 0; group < kLast; ++group) finish::apply_sink(x[group], factor);
+      finish::apply_sink_and_rope(x[kLast], factor, turn, rotated, p);
+    }
+    place.head = w.first_head + head;
+    finish::store_output<finish::kGroups>(x, place, p);
+    if (p.amax == nullptr) continue;
     uint32_t amax = 0;
 #pragma unroll
-    for (int group = 0; group < finish::kGroups; ++group) {
-      const int channel = group * finish::kGroupChannels + lane * finish::kVec;
-      const finish::Place place = {w.token, w.first_head + head, group, lane, channel};
-      const float4 v = empty ? float4{} : *reinterpret_cast<const float4*>(values + head * pitch + channel);
-      float x[finish::kVec] = {v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse};
-      if (!empty) {
-        finish::Rotation turn = {};
-        if (finish::rotates(place, p)) {
-          const float4 f = *reinterpret_cast<const float4*>(rotation + channel - kNopeDim);
-          turn = {{make_float2(f.x, f.y), make_float2(f.z, f.w)}};
-        }
-        finish::apply_sink_and_rope(x, factor, turn, place, p);
-      }
-      finish::store_output(x, place, p);
-      amax = max(amax, epilogue::abs_max_bits(x));
-    }
-    if (lane == 0) p.lse[w.token * p.stride_lse_token + (w.first_head + head) * p.stride_lse_head] = lse;
-    if (p.amax == nullptr) continue;
+    for (int group = 0; group < finish::kGroups; ++group) amax = max(amax, epilogue::abs_max_bits(x[group]));
     amax = epilogue::lanes_max<32>(amax);
-    if (lane == 0)
-      p.amax[w.token * p.stride_amax_token + (w.first_head + head) * p.stride_amax_head] = __uint_as_float(amax);
+    if (lane == 0) p.amax[w.token * p.stride_amax_token + place.head * p.stride_amax_head] = __uint_as_float(amax);
   }
 }
 
@@ -92,11 +130,9 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const Part& w
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int head = warp; head < w.heads; head += warps) {
     if (p.o_accum == nullptr) {
-      const float zeros[finish::kVec] = {};
-      for (int group = 0; group < finish::kGroups; ++group)
-        finish::store_output(
-            zeros, {w.token, w.first_head + head, group, lane, group * finish::kGroupChannels + lane * finish::kVec},
-            p.finish);
+      const finish::Values<finish::kGroups> zeros = {};
+      finish::store_output<finish::kGroups>(zeros, {w.token, w.first_head + head, 0, lane, lane * finish::kVec},
+                                            p.finish);
       if (lane != 0) continue;
       const CombineParams& f = p.finish;
       f.lse[w.token * f.stride_lse_token + (w.first_head + head) * f.stride_lse_head] = INFINITY;

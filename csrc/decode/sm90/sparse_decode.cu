@@ -14,14 +14,14 @@
 // kConsumersMeet    warpgroups 0 and 1      Q, normalised and rotated, is in shared memory
 // kScoresMeet       warpgroup 0, few heads  every warp's maxima of the tile, at the end sums, are in shared memory
 // kRoleEnds + w     warpgroup w             its warps may give registers back (w: 0, 1, 4; few heads: 1)
-// __syncthreads     all                     results, sums and units are in shared memory, registers given back
+// __syncthreads     all                     results, inverses and factors are in shared memory, registers given back
 //
 // Every thread arrives: what it stored is then ordered before the end of the phase without a barrier of its warp. What
 // ordinary stores left for wgmma, the threads that issue wgmma fence, after their wait: the gathering threads' fence
 // would include their own accesses under way.
 //
 // Shared memory at 64 heads, of 227 KiB: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, decay, masks. At 32
-// heads: two tiles 128, Q 32, P 4, ring 36. Registers of a thread at 64 heads: O 128 of 160 in a value warpgroup,
+// heads: two tiles 128, Q 32, P 4, ring 24. Registers of a thread at 64 heads: O 128 of 160 in a value warpgroup,
 // scores 32 of 64 in the scoring one, 48 in a gathering one.
 //
 // Nanoseconds a key and SM on an H200, unsplit, one row a SM, at 64, 32, 16 heads a block. Parts were measured by
@@ -33,6 +33,13 @@
 //   gather, conversion   19          measured
 //   scores to P V        28          measured
 //   all                  35 32 26    measured
+//
+// Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 128 + 512 keys: 1 row, 8 heads and one
+// tile a block | 128 rows, 64 heads unsplit, where the first copies wait for the device memory:
+//
+//   index there, row asked for       1000 | 1300      first tile converted               3970 | 8900
+//   first chunk of the row there     1800 | 3000      it is scored, weighed and added    5660 | 13000
+//   Q there                          1300 | 7700      last P V to results in shared memory     250 | 1400
 //
 // What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2200 cycles at 64 heads),
 // scored (1500 to 2000, shared memory is contended), weighed (1300) and added (1000) before it can be filled again.
@@ -99,9 +106,9 @@ __device__ __forceinline__ void write_results(const DecodeParams& p, bool any, i
   ptx::setmaxnreg_inc<kRegisters>();
   const float* results = reinterpret_cast<const float*>(shared.keys);
   if (p.o_accum != nullptr) {
-    write_partials(p, part, results, pitch, shared.unit, shared.total, warp, warps);
+    write_partials(p, part, results, pitch, shared, warp, warps);
   } else {
-    write_outputs(p.finish, part, results, pitch, shared.unit, shared.total, shared.sink, shared.rotation, warp, warps);
+    write_outputs(p.finish, part, results, pitch, shared, warp, warps);
   }
 }
 
@@ -117,9 +124,14 @@ __global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __
     ptx::setmaxnreg_dec<kGatherRegisters>();
     any = gather(p, start.part, start.lengths, start.guess, shared);
   } else {
-    const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
+    const uint32_t q = ptx::shared_address(shared.q);
+    const RowLengths lengths = load(start.lengths);
+    query::Position position = {};
+    if (warpgroup < 2) position = load_q<kTileHeads>(p, start.part, q);
+    const Work w = my_work(p, start.part, start.lengths, lengths);
     any = !w.range.empty();
-    if (any && warpgroup < 2) provide_q<kTileHeads>(p, w, ptx::shared_address(shared.q));
+    if (any && warpgroup < 2) finish_q<kTileHeads>(p, w, position, q);
+    if (!any) ptx::cp_async_wait();
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<kScoreRegisters>();
       if (any) attend_scores(p, w, shared);
@@ -147,9 +159,13 @@ __global__ void __launch_bounds__(kThreads, 1) few_heads_kernel(const __grid_con
     ptx::setmaxnreg_dec<kFewGatherRegisters>();
     any = gather(p, start.part, start.lengths, start.guess, shared);
   } else {
-    const Work w = my_work(p, start.part, start.lengths, load(start.lengths));
+    const uint32_t q = ptx::shared_address(shared.q);
+    const RowLengths lengths = load(start.lengths);
+    const query::Position position = load_q<kHeads>(p, start.part, q);
+    const Work w = my_work(p, start.part, start.lengths, lengths);
     any = !w.range.empty();
-    if (any) provide_q<kHeads>(p, w, ptx::shared_address(shared.q));
+    if (any) finish_q<kHeads>(p, w, position, q);
+    if (!any) ptx::cp_async_wait();
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<kFewScoreRegisters>();
       if (any) FewHeads<kHeads>::attend_scores(p, w, shared);

@@ -30,11 +30,10 @@ struct Part {
   int heads;  // at least 1
 };
 
-// The same, its tiles, and the row's position, if its query is rotated.
+// The same, and its tiles.
 struct Work : Part {
   RowBlocks row;
   BlockRange range;
-  query::Position query_position;
 };
 
 // `block_heads`: heads a block, but for the last of a row.
@@ -93,7 +92,6 @@ __device__ __forceinline__ Work my_work(const DecodeParams& p, const Part& part,
                                         const RowLengths& lengths) {
   Work w;
   static_cast<Part&>(w) = part;
-  w.query_position = query::load_position(p.query, w.token, p.query.freqs_cis != nullptr);  // beside the lengths
   const int width = p.source[0].width, extra_width = p.source[1].width;
   w.row = row_blocks(at.at[0] != nullptr ? lengths.main : width, width,
                      at.at[1] != nullptr ? lengths.extra : extra_width, extra_width);
