@@ -8,7 +8,7 @@
 # Tests run in several processes, compute-sanitizer's tools beside them and each other; benchmarks run alone, afterwards.
 #
 # OUT_DIR           where CSV, PNG and summary go (default: benchmark/results/h200), each piece's log in OUT_DIR/logs.
-#                   The PNG of the store and of the servers, that is: scripts/results.py --plots draws the decode's
+#                   The PNG of the servers, that is: scripts/results.py --plots draws the others
 # SGL_DSV4_WHEEL    test this wheel instead of building one
 # SGL_DSV4_COMMIT   what the CSV calls the commit where there is no git
 # TEST_PROCESSES    processes of the tests (default: by cores and GPU memory, at most 6; 1 without pytest-xdist)
@@ -239,7 +239,7 @@ if [ "$PART" != 1 ]; then
   if wants store; then
     # The speed lines are those of an H200.
     h200=$("$PY" -c 'import torch; print(*["--check"] * ("H200" in torch.cuda.get_device_name()))' 2> /dev/null)
-    piece bench_norm_rope_store benchmark norm_rope_store --layout all --plot "$OUT_DIR/norm_rope_store.png" $h200
+    piece bench_norm_rope_store benchmark norm_rope_store --layout all $h200
   fi
   if wants decode; then
     piece bench_combine benchmark combine
