@@ -1,6 +1,6 @@
 """Time of the two store ops beside SGLang's kernels and a device copy that moves the same bytes.
 
-    python benchmark/bench_norm_rope_store.py --csv store.csv --plot store.png
+    python benchmark/bench_norm_rope_store.py --csv store.csv
     python benchmark/bench_norm_rope_store.py --entry compress --input fp32 --bf16-store --n 1 64 16384
 
 Inputs are shaped as SGLang's DeepSeek-V4 layer makes them. main: bf16 rows that are a slice of a 1536 wide product,
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -158,6 +159,11 @@ def make_calls(case: Case, n: int, random: bool, freqs: torch.Tensor, stock) -> 
 CONTENDERS = ["K=1", "K=4", "auto", "stock", "copy"]
 
 
+def column(contender: str) -> str:
+    """Its name in the CSV file."""
+    return f"{contender.replace('=', '').lower()}_us"
+
+
 def header() -> str:
     return f"{'N':>6}  {'mode':36}" + "".join(f"{name:>9}" for name in CONTENDERS) + "  auto/stock  auto/copy    GB/s"
 
@@ -180,7 +186,7 @@ def record(case: Case, n: int, times: dict[str, float], total_bytes: int, order:
         "n": n, "bytes": total_bytes, "repeats": repeats,
     }  # fmt: skip
     for name in CONTENDERS:
-        row[f"{name.replace('=', '').lower()}_us"] = f"{times[name]:.3f}" if name in times else ""
+        row[column(name)] = f"{times[name]:.3f}" if name in times else ""
     for against in ("stock", "copy"):
         r = ratio(times, against)
         row[f"auto_over_{against}"] = f"{r:.4f}" if r else ""
@@ -215,8 +221,20 @@ Y_TICKS = [digit * 10**power for power in range(5) for digit in (1, 2, 5)]  # us
 Results = dict[Case, dict[int, dict[str, float]]]
 
 
-def plot(path: Path, results: Results, facts: dict[str, str]) -> None:
-    """Per case: time against N (log-log) above the ratios auto / stock and auto / copy."""
+def from_csv(rows: Iterable[Mapping[str, str]]) -> Results:
+    """The times of the rows of a CSV file."""
+    results: Results = {}
+    for row in rows:
+        case = Case(row["entry"], row["mode"], row["input"], dk.CacheLayout(row["layout"]))
+        times = {name: row[column(name)] for name in CONTENDERS}
+        results.setdefault(case, {})[int(row["n"])] = {name: float(us) for name, us in times.items() if us}
+    return results
+
+
+def plot(path: Path, rows: Sequence[Mapping[str, str]], facts: Mapping[str, str]) -> None:
+    """Per case: time against N (log-log) above the ratios auto / stock and auto / copy. Called by scripts/results.py
+    --plots."""
+    results = from_csv(rows)
     columns = min(len(results), 3)
     bands = -(-len(results) // columns)
     figure = new_figure(figsize=(3.9 * columns, 5.2 * bands), layout="constrained")
@@ -297,8 +315,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, nargs="+", default=DEFAULT_N, metavar="N", help="rows")
     parser.add_argument("--iters", type=int, default=300, help="repetitions (a fifth of them for N > 8192)")
     parser.add_argument("--csv", type=Path, metavar="PATH")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="PNG")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a speed line for the H200 is missed")
+    parser.add_argument("--check", action="store_true", help="say where a speed line for the H200 is missed")
     return parser.parse_args()
 
 
@@ -316,7 +333,6 @@ def main() -> int:
     timer = ColdTimer()
     progress = Progress(len(cases) * len(args.n))
     freqs = yarn_freqs_cis(NUM_POSITIONS, "cuda")
-    results: Results = {case: {} for case in cases}
     rows, missed, checked, with_stock = [], [], 0, False
     for case in cases:
         for n in args.n:
@@ -328,7 +344,6 @@ def main() -> int:
             with_stock |= "stock" in calls
             repeats = args.iters if n <= 8192 else max(args.iters // 5, 1)
             times = timer.medians(calls, repeats)
-            results[case][n] = times
             order = "random" if args.random else "paged"
             rows.append(record(case, n, times, total_bytes, order, repeats) | facts)
             case_checked, case_missed = check_targets(case, n, times)
@@ -338,12 +353,9 @@ def main() -> int:
 
     if args.csv and rows:
         write_csv(args.csv, rows)
-    if args.plot and rows:
-        plot(args.plot, results, facts)
     if args.check:
         print("".join(f"# missed: {text}\n" for text in missed), end="")
         print(f"# speed lines missed: {len(missed)} of {checked}{'' if with_stock else ' (none against SGLang)'}")
-        return 1 if missed else 0
     return 0
 
 

@@ -2,7 +2,7 @@
 
 python scripts/results.py            rewrites docs/results.md, and README.md between the two "figures" comments
 python scripts/results.py --check    exits 1 if that would change anything
-python scripts/results.py --plots    draws sparse_decode.png and decode_chain.png as well; needs torch and matplotlib
+python scripts/results.py --plots    draws the PNG of the kernels' benchmarks as well; needs torch and matplotlib
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def readme_figures() -> str:
         lines += [
             f"**Store.** {machine(store[0])}",
             "Median us, L2 flushed before each run: **ours / SGLang's kernel / a device copy of the same bytes**, into",
-            "a `v4` cache. Each figure includes 2 to 3 us of launch and events.",
+            "a `v4` cache. Each figure includes launch and events, 2 to 5 us by machine.",
             "",
             *store_table(store, "v4"),
             "",
@@ -266,7 +266,7 @@ def chain_tables(rows: list[Row]) -> list[str]:
 
 
 STORE_TEXT = """Median us, L2 flushed before each run, **ours / SGLang's kernel / a device copy of the same bytes**;
-launch and events, 2 to 3 us, are in every figure."""
+launch and events, 2 to 5 us by machine, are in every figure."""
 DECODE_TEXT = """Median us, **ours / FlashMLA's Hopper kernel** (fewer than 64 heads padded to 64, as SGLang does).
 Warm: per call of a graph of 20. Cold: one call, L2 flushed before."""
 LIMITS_TEXT = """Each kernel alone under Nsight Compute, L2 warm, clocks not fixed: percent of what a unit can do
@@ -276,7 +276,8 @@ CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `
 RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
 for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata. Among
 other kernels, where it is given: the chain between products with 264 MB of weights and small kernels, which drive its
-data, instructions and parameters out of the caches, as the rest of a model does."""
+data, instructions and parameters out of the caches, as the rest of a model does. (At commit 91ef645 every warm figure but
+the first of 64 heads was taken behind a profiled run in the same process, which adds 1 to 2 us to both chains.)"""
 SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token as the
 client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
 stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low
@@ -303,8 +304,10 @@ def results() -> str:
 
 
 def draw() -> None:
-    """The plots of the decode benchmarks, from their CSV files."""
+    """The plots of the kernels' benchmarks, from their CSV files."""
     sys.path.insert(0, str(ROOT / "benchmark"))
+    if rows := read("norm_rope_store.csv"):
+        importlib.import_module("bench_norm_rope_store").plot(RESULTS / "norm_rope_store.png", rows, rows[0])
     for name in ("sparse_decode", "decode_chain"):
         if rows := read(f"{name}.csv"):
             typed = [row | {key: int(row[key]) for key in ("heads", "topk", "extra", "b")} for row in rows]
