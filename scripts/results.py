@@ -276,13 +276,15 @@ CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `
 RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
 for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata. Among
 other kernels, where it is given: the chain between products with 264 MB of weights and small kernels, which drive its
-data, instructions and parameters out of the caches, as the rest of a model does. (At commit 91ef645 every warm figure but
-the first of 64 heads was taken behind a profiled run in the same process, which adds 1 to 2 us to both chains.)"""
+data, instructions and parameters out of the caches, as the rest of a model does. (At commit 91ef645 every warm figure
+but the first was taken behind a profiled run in the same process, which adds 1 to 2 us to both chains.)"""
 SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token as the
 client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
 stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low
 ratio: of the least disturbed requests."""
-TWO_RANKS_TEXT = """A small model with dummy weights, time per output token as above."""
+TWO_RANKS_TEXT = """A small model with dummy weights, time per output token as above. Twelve server processes share the
+host, which limits these servers: a step takes twice its GPU time, and which cores a server got counts for more than its
+kernels. The step's profile below does not depend on that."""
 PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch counts
 from its predecessor's end in the stream."""
 
