@@ -1,5 +1,6 @@
-// From the merged fp32 values of a head to the outputs, for a warp that holds 128 consecutive channels, 4 a lane: one
-// fp8 group of 128, eight lanes a group of 32. decode.h has the order and the rules, epilogue.cuh the arithmetic.
+// From the merged fp32 values of a head to the outputs, for a warp that holds one or more groups of 128 channels, 4
+// a lane of each: a group is one fp8 group of 128, eight lanes one of 32. decode.h has the order and the rules,
+// epilogue.cuh the arithmetic.
 #pragma once
 
 #include <cmath>
@@ -21,9 +22,9 @@ static_assert(kGroupChannels == 128);
 struct Place {
   int64_t token;
   int64_t head;
-  int group;  // of 128 channels; a whole warp has one
+  int group;  // of 128 channels, the warp's first
   int lane;
-  int channel;       // first of kVec
+  int channel;       // first of kVec, in that group
   bool dry = false;  // nothing is read or written: combine.cu
 };
 

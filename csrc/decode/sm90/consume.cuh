@@ -74,7 +74,7 @@ using QueryVector = Words<query::kPairs>;
 
 // Heads that a warp normalises at once, as many as its registers hold.
 template <int kHeads>
-inline constexpr int kAtOnce = kHeads == kTileHeads ? 2 : kHeads / kConsumerWarps;
+inline constexpr int kHeadsAtOnce = kHeads == kTileHeads ? 2 : kHeads / kConsumerWarps;
 
 template <int kHeads>
 __device__ __forceinline__ uint32_t q_vector(uint32_t q, int head, int vector, int lane) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ query::Position load_q(const DecodeParams& p, const P
 #pragma unroll
       for (int v = 0; v < query::kVectors; ++v)
         ptx::cp_async_16_if(wanted, q_vector<kHeads>(q, head, v, lane), row + v * kVectorStep);
-      if ((head - warp) / kConsumerWarps % kAtOnce<kHeads> == kAtOnce<kHeads> - 1) ptx::cp_async_commit();
+      if ((head - warp) / kConsumerWarps % kHeadsAtOnce<kHeads> == kHeadsAtOnce<kHeads> - 1) ptx::cp_async_commit();
     }
   } else {
 #pragma unroll 1
@@ -125,21 +125,21 @@ __device__ __forceinline__ query::Position load_q(const DecodeParams& p, const P
 // As the copies arrive; zeros past the last head stay zeros.
 template <int kHeads>
 __device__ __forceinline__ void normalise_q(const DecodeParams& p, const Work& w, uint32_t q) {
-  constexpr int kHeadsAtOnce = kAtOnce<kHeads>;
-  constexpr int kRounds = kHeads / (kHeadsAtOnce * kConsumerWarps);
+  constexpr int kAtOnce = kHeadsAtOnce<kHeads>;
+  constexpr int kRounds = kHeads / (kAtOnce * kConsumerWarps);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
-  for (int first = warp; first < w.heads; first += kHeadsAtOnce * kConsumerWarps) {
+  for (int first = warp; first < w.heads; first += kAtOnce * kConsumerWarps) {
     ptx::cp_async_wait_but<kRounds - 1>();
     ptx::cp_async_commit();  // an empty group: so the count is right in every round
-    query::Values heads[kHeadsAtOnce];
+    query::Values heads[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kHeadsAtOnce * query::kVectors; ++i)
+    for (int i = 0; i < kAtOnce * query::kVectors; ++i)
       heads[i / query::kVectors].vector[i % query::kVectors] =
           ld_query(q_vector<kHeads>(q, first + i / query::kVectors * kConsumerWarps, i % query::kVectors, lane));
     query::normalise(heads, p.query.eps);
 #pragma unroll
-    for (int i = 0; i < kHeadsAtOnce * query::kVectors; ++i) {
+    for (int i = 0; i < kAtOnce * query::kVectors; ++i) {
       const int head = first + i / query::kVectors * kConsumerWarps;
       if (head < w.heads)
         st_query(q_vector<kHeads>(q, head, i % query::kVectors, lane),

@@ -137,8 +137,8 @@ struct FewHeads {
 
     // Writes the LSEs and leaves in shared memory what the values are to be multiplied by. `stage`: of a tile after the
     // last.
-    __device__ __forceinline__ void finish(const DecodeParams& p, const Work& w, const Place& place, Shared& shared,
-                                           int stage) {
+    __device__ __forceinline__ void finish_heads(const DecodeParams& p, const Work& w, const Place& place,
+                                                 Shared& shared, int stage) {
       const int head_of_thread = static_cast<int>(threadIdx.x);
       const float sink = load_sink(p, w, head_of_thread);
       const int warp = place.row / 16, lane = static_cast<int>(threadIdx.x) % 32;
@@ -219,7 +219,7 @@ struct FewHeads {
       stage ^= 1;
       phase ^= stage == 0;
     }
-    softmax.finish(p, w, place, shared, stage);
+    softmax.finish_heads(p, w, place, shared, stage);
   }
 
   // Leaves the results in shared memory.

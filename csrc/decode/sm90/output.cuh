@@ -99,6 +99,7 @@ __device__ __forceinline__ void write_outputs(const CombineParams& p, const Part
   constexpr int kLast = finish::kGroups - 1;  // the group that is rotated
   finish::Place place = {w.token, w.first_head, 0, lane, lane * finish::kVec};
   finish::Place rotated = place;
+  rotated.group = kLast;
   rotated.channel += kLast * finish::kGroupChannels;
   finish::Rotation turn = {};
   if (finish::rotates(rotated, p)) {

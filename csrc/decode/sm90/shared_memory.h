@@ -113,7 +113,7 @@ struct alignas(1024) FewHeadsSharedMemory {
   float decay[kStages][kHeads];
   alignas(16) float warp_values[kStages][kHeads][4];  // maxima of a tile, at the end sums, of each warp's keys
   float inverse[kHeads];
-  float factor[kHeads];
+  float factor[kHeads];  // before that, at the end, the unit
   float rotation[kRopeDim];
   uint32_t attended[kStages][kTileKeys / 8];
   Barriers barriers;

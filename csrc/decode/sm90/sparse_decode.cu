@@ -12,7 +12,7 @@
 // weights_full      scoring threads         the tile's P is in shared memory
 // weights_empty     all value threads       its decay has been read, and all products with its P are done
 // kConsumersMeet    warpgroups 0 and 1      Q, normalised and rotated, is in shared memory
-// kScoresMeet       warpgroup 0, few heads  every warp's maxima of the tile, at the end sums, are in shared memory
+// kScoresMeet       warpgroup 0, few heads  every warp's maxima of the tile, at the end sums and units, are there
 // kRoleEnds + w     warpgroup w             its warps may give registers back (w: 0, 1, 4; few heads: 1)
 // __syncthreads     all                     results, inverses and factors are in shared memory, registers given back
 //
