@@ -282,9 +282,9 @@ SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy
 client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
 stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low
 ratio: of the least disturbed requests."""
-TWO_RANKS_TEXT = """A small model with dummy weights, time per output token as above. Twelve server processes share the
-host, which limits these servers: a step takes twice its GPU time, and which cores a server got counts for more than its
-kernels. The step's profile below does not depend on that."""
+TWO_RANKS_TEXT = """A small model with dummy weights, time per output token as above. The host limits these servers: a
+step takes about twice its GPU time, and twelve server processes share the machine. So the ratios do not measure the
+kernels; the profile below does."""
 PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch counts
 from its predecessor's end in the stream."""
 
