@@ -36,6 +36,18 @@ def machine(row: Row) -> str:
     return f"{row['gpu']}, torch {row['torch']}{sglang}, driver {row['driver']}, commit {row['commit']}, {row['date']}."
 
 
+BEHIND_A_PROFILE = """In this run every warm figure but the first was taken behind a profiled call in the same process,
+which adds 1 to 2 us to both chains."""
+NOTES = {("decode_chain.csv", "91ef645"): BEHIND_A_PROFILE}
+"""What a reader of one run's figures has to know, by CSV and commit."""
+
+
+def notes(name: str, rows: list[Row]) -> list[str]:
+    """Of a CSV with these rows, a list of at most one line."""
+    note = NOTES.get((name, rows[0]["commit"]))
+    return [note] if note else []
+
+
 # ---- tables: lists of Markdown lines
 
 
@@ -197,6 +209,7 @@ def readme_figures() -> str:
             "Median us: **one call of ours / SGLang's chain** of query kernel, FlashMLA's two and inverse RoPE",
             "(stock / ours), by heads of a rank; fewer than 64 are padded to 64 there. FlashMLA's metadata, 3 launches",
             f"a step{metadata_times()} come on top.",
+            *notes("decode_chain.csv", chain),
             "",
             *chain_table(chain),
             "",
@@ -220,7 +233,7 @@ def section(name: str, title: str, command: str, text: str, tables: Callable[[li
     if not rows:
         return []
     source = f"[{name}](../benchmark/results/h200/{name}), `{command}`."
-    return [f"## {title}", f"{machine(rows[0])}", source, text, "", *tables(rows), ""]
+    return [f"## {title}", f"{machine(rows[0])}", source, text, *notes(name, rows), "", *tables(rows), ""]
 
 
 def two_rank_sections() -> list[str]:
@@ -276,8 +289,7 @@ CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `
 RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
 for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata. Among
 other kernels, where it is given: the chain between products with 264 MB of weights and small kernels, which drive its
-data, instructions and parameters out of the caches, as the rest of a model does. (At commit 91ef645 every warm figure
-but the first was taken behind a profiled run in the same process, which adds 1 to 2 us to both chains.)"""
+data, instructions and parameters out of the caches, as the rest of a model does."""
 SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy weights: time per output token as the
 client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
 stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low

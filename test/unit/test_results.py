@@ -44,6 +44,12 @@ def chain_rows():
     ]
 
 
+def store_rows():
+    case = {"entry": "main", "mode": "-", "input": "bf16", "layout": "v4"}
+    times = {"k1_us": "4.000", "k4_us": "5.000", "auto_us": "4.000", "stock_us": "", "copy_us": "3.000"}
+    return [case | {"n": n} | times | RUN for n in ("1", "64")]
+
+
 def test_decode_table(results):
     assert results.decode_table(decode_rows()) == [
         "| rows | 8 heads | 64 heads |",
@@ -130,14 +136,24 @@ def test_readme_figures(results, tmp_path):
 @pytest.mark.parametrize("source", ["made up", "measured"])
 def test_plots(results, tmp_path, source):
     pytest.importorskip("matplotlib")
-    for name, rows in (("sparse_decode", decode_rows()), ("decode_chain", chain_rows())):
+    made_up = {"sparse_decode": decode_rows(), "decode_chain": chain_rows(), "norm_rope_store": store_rows()}
+    for name, rows in made_up.items():
         if source == "made up":
             write(tmp_path, f"{name}.csv", rows)
         else:
             shutil.copy(ROOT / f"benchmark/results/h200/{name}.csv", tmp_path)
     results.draw()
-    for name in ("sparse_decode", "decode_chain"):
+    for name in made_up:
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_note_of_a_run(results, tmp_path, monkeypatch):
+    write(tmp_path, "decode_chain.csv", chain_rows())
+    name = "decode_chain.csv"
+    for commit, times in (("another", 0), ("abc", 1)):
+        monkeypatch.setattr(results, "NOTES", {(name, commit): "Mind the gap."})
+        assert results.results().count("\nMind the gap.\n\n") == times
+        assert results.readme_figures().count("\nMind the gap.\n\n") == times
 
 
 def test_no_plot_without_a_file(results, tmp_path):

@@ -32,7 +32,7 @@
 //   tensor cores         16          Q K^T and P V
 //   gather, conversion   19          measured
 //   scores to P V        28          measured
-//   all                  35 32 26    measured
+//   all                  35 31 28    measured
 //
 // Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 128 + 512 keys: 1 row, 8 heads and one
 // tile a block | 128 rows, 64 heads unsplit, where the first copies wait for the device memory:
@@ -84,6 +84,21 @@ __device__ __forceinline__ Start begin(const DecodeParams& p, int block_heads, i
   return start;
 }
 
+// The beginning of the roles that do not gather: Q in shared memory at `q`, by those that load it, and the block's
+// work. What does not depend on the lengths is asked for beside them. `any`: the block has keys.
+template <int kHeads>
+__device__ __forceinline__ Work begin_attending(const DecodeParams& p, const Start& start, bool loads_q, uint32_t q,
+                                                bool& any) {
+  const RowLengths lengths = load(start.lengths);
+  query::Position position = {};
+  if (loads_q) position = load_q<kHeads>(p, start.part, q);
+  const Work w = my_work(p, start.part, start.lengths, lengths);
+  any = !w.range.empty();
+  if (any && loads_q) finish_q<kHeads>(p, w, position, q);
+  if (!any) ptx::cp_async_wait();
+  return w;
+}
+
 // The end of a role that does not gather. PTX ISA, "setmaxnreg": between two of them the warps of a warpgroup meet.
 template <int kRegisters>
 __device__ __forceinline__ void end_role(int warpgroup) {
@@ -124,14 +139,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __
     ptx::setmaxnreg_dec<kGatherRegisters>();
     any = gather(p, start.part, start.lengths, start.guess, shared);
   } else {
-    const uint32_t q = ptx::shared_address(shared.q);
-    const RowLengths lengths = load(start.lengths);
-    query::Position position = {};
-    if (warpgroup < 2) position = load_q<kTileHeads>(p, start.part, q);
-    const Work w = my_work(p, start.part, start.lengths, lengths);
-    any = !w.range.empty();
-    if (any && warpgroup < 2) finish_q<kTileHeads>(p, w, position, q);
-    if (!any) ptx::cp_async_wait();
+    const Work w = begin_attending<kTileHeads>(p, start, warpgroup < 2, ptx::shared_address(shared.q), any);
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<kScoreRegisters>();
       if (any) attend_scores(p, w, shared);
@@ -159,13 +167,7 @@ __global__ void __launch_bounds__(kThreads, 1) few_heads_kernel(const __grid_con
     ptx::setmaxnreg_dec<kFewGatherRegisters>();
     any = gather(p, start.part, start.lengths, start.guess, shared);
   } else {
-    const uint32_t q = ptx::shared_address(shared.q);
-    const RowLengths lengths = load(start.lengths);
-    const query::Position position = load_q<kHeads>(p, start.part, q);
-    const Work w = my_work(p, start.part, start.lengths, lengths);
-    any = !w.range.empty();
-    if (any) finish_q<kHeads>(p, w, position, q);
-    if (!any) ptx::cp_async_wait();
+    const Work w = begin_attending<kHeads>(p, start, true, ptx::shared_address(shared.q), any);
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<kFewScoreRegisters>();
       if (any) FewHeads<kHeads>::attend_scores(p, w, shared);
