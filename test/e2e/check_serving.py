@@ -19,7 +19,8 @@ mode ("verify"). Checks:
             does not either
   t  stock and all: bench_serving.py with the options of --bench; not by default
 
-Of several models, whose servers all run side by side, c and d take the last one.
+Several models come one after the other; c and d take the last one. The servers that a part does not need are stopped
+before t, c and d.
 
 With --tp every rank must say that its hooks are active, and one server is driven at a time: on time-sliced GPUs, the
 all-reduces of two servers wait for each other.
@@ -45,7 +46,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -524,6 +525,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory, shm, begin = gpu_memory_mib(), shared_memory(), time.monotonic()
     flags = args.server_args + (f" --tp-size {args.tp}" if args.tp > 1 else "")
     ports = itertools.count(args.port)
+    checks = dict.fromkeys(args.model, re.sub("[cd]", "", args.checks)) | {args.model[-1]: args.checks}
     models: dict[str, dict[str, Server]] = {}
     for model in args.model:
         folder = logs / Path(model).name if len(args.model) > 1 else logs
@@ -531,47 +533,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         dumps = {"SGL_DSV4_DUMP_DIR": str(folder)}
         models[model] = {
             name: Server(name, command, next(ports), folder / f"server_{name}.log", environment(name, args) | dumps)
-            for name in wanted(args.checks, args.tp)
+            for name in wanted(checks[model], args.tp)
         }
     every = [server for servers in models.values() for server in servers.values()]
 
     def progress(what: str) -> None:
         print(f"[{time.monotonic() - begin:5.1f} s] {report.model} {what}", file=sys.stderr, flush=True)
 
-    def of_each_model() -> Iterator[tuple[str, dict[str, Server]]]:
-        for model, servers in models.items():
-            report.model = Path(model).name if len(models) > 1 else ""
-            yield model, servers
+    def parts(model: str, servers: dict[str, Server], checks: str) -> None:
+        def keep(*names: str) -> None:
+            stop_all([server for name, server in servers.items() if name not in names])
 
-    def parts() -> None:
-        progress(f"starting {', '.join(wanted(args.checks, args.tp))}; logs in {logs}")
-        start_all(every, args.start_seconds)
-        drive([lambda s=server: s.client.generate([[3, 4, 5]], 2) for server in every], args)
-        for _, servers in of_each_model():
-            for name, server in servers.items():
-                check_active(report, name, server, args.tp)
-            if set(args.checks) & set("abe"):
-                progress("answers")
-                check_answers(report, servers, args)
-            if "v" in args.checks:
-                progress("shadow mode")
-                check_shadow(report, servers["verify"], args)
-        if "t" in args.checks:
-            for model, servers in of_each_model():
-                progress("benchmark")
-                check_speed(report, servers, model, args)
-        last = models[args.model[-1]].get("all")
-        reference = models[args.model[-1]]["stock"] if args.tp > 1 and "d" in args.checks else None
-        stop_all([server for server in every if server not in (last, reference)])
-        if "c" in args.checks:
+        progress(f"starting {', '.join(servers)}; logs in {logs}")
+        start_all(list(servers.values()), args.start_seconds)
+        drive([lambda s=server: s.client.generate([[3, 4, 5]], 2) for server in servers.values()], args)
+        for name, server in servers.items():
+            check_active(report, name, server, args.tp)
+        if set(checks) & set("abe"):
+            progress("answers")
+            check_answers(report, servers, args)
+        if "v" in checks:
+            progress("shadow mode")
+            check_shadow(report, servers["verify"], args)
+        if "t" in checks:
+            keep("stock", "all")
+            progress("benchmark")
+            check_speed(report, servers, model, args)
+        reference = servers["stock"] if args.tp > 1 and "d" in checks else None
+        if set(checks) & set("cd"):
+            keep("all", *(["stock"] if reference else []))
+        if "c" in checks:
             progress("load")
-            check_load(report, last, args)
-        if "d" in args.checks:
+            check_load(report, servers["all"], args)
+        if "d" in checks:
             progress("crash")
-            check_crash(report, last, reference, memory, shm, args)
+            check_crash(report, servers["all"], reference, memory, shm, args)
+        stop_all(list(servers.values()))
 
     try:
-        parts()
+        for model, servers in models.items():
+            report.model = Path(model).name if len(models) > 1 else ""
+            parts(model, servers, checks[model])
     except ServingError as error:
         report.add("-", "servers answer", False, str(error))
         for server in every:

@@ -327,7 +327,7 @@ def test_check_finds_a_worker_that_outlives_the_server(port, tmp_path, monkeypat
     assert "FAILED (d) kill -9: its processes end" in capsys.readouterr().out
 
 
-# ---- tensor parallelism: two models side by side, two ranks each
+# ---- tensor parallelism: two models one after the other, two ranks each
 
 
 def test_check_of_two_ranks_and_two_models(port, tmp_path, capfd):
@@ -350,6 +350,17 @@ def test_check_of_two_ranks_and_two_models(port, tmp_path, capfd):
         assert (row["model"], row["tp"], row["heads_per_rank"]) == (model, "2", heads)
         groups = {row["group"]: row for row in rows(tmp_path / f"{model}_profile.csv")}
         assert float(groups["GPU sum"]["stock_us_per_step"]) == 30  # of rank 0
+
+
+def test_two_servers_run_during_the_benchmark(port, tmp_path, monkeypatch):
+    running = []
+
+    def check_speed(report, servers, model, args):
+        running.append([name for name, server in servers.items() if not server.ended()])
+
+    monkeypatch.setattr(check_serving, "check_speed", check_speed)
+    assert check(port, tmp_path, "abvt", "--model", *model_folders(tmp_path, wide=64, narrow=32)) == 0
+    assert running == [["stock", "all"]] * 2
 
 
 @pytest.mark.parametrize(
