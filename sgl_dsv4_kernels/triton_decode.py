@@ -29,25 +29,19 @@ UNIT_RANGE = tl.constexpr(16.0)  # log2; keys further below the largest are roun
 # Four codes ($2) times their scales ($3, $4: bf16 pairs) to four bf16 ($0, $1).
 DEQUANTISE_ASM = tl.constexpr("""
 {
-.reg .b32 lo, hi, m, n, one, minus_zero;
+.reg .b32 lo, hi, nan, lo_nan, hi_nan, one, minus_zero;
 mov.b32 one, 0x7b807b80;  // 2^120
 mov.b32 minus_zero, 0x80008000;
-prmt.b32 lo, $2, 0, 0x1404;  // codes 0, 1 into the high bytes
-prmt.b32 hi, $2, 0, 0x3424;
-shr.u32 m, lo, 4;
-and.b32 m, m, 0x07f007f0;
-add.u32 n, m, 0x00100010;
-and.b32 n, n, 0x08000800;
-mul.lo.u32 n, n, 15;
-lop3.b32 lo, lo, minus_zero, m, 0xea;  // (lo & minus_zero) | m
-or.b32 lo, lo, n;
-shr.u32 m, hi, 4;
-and.b32 m, m, 0x07f007f0;
-add.u32 n, m, 0x00100010;
-and.b32 n, n, 0x08000800;
-mul.lo.u32 n, n, 15;
-lop3.b32 hi, hi, minus_zero, m, 0xea;
-or.b32 hi, hi, n;
+prmt.b32 lo, $2, 0, 0x9180;  // codes 0, 1, each spread to 16 bits by its sign
+prmt.b32 hi, $2, 0, 0xb3a2;
+shl.b32 lo, lo, 4;
+shl.b32 hi, hi, 4;
+and.b32 nan, $2, 0x7f7f7f7f;
+add.u32 nan, nan, 0x01010101;  // bit 7 of a byte is set if that code is NaN
+prmt.b32 lo_nan, nan, 0, 0x9988;  // that bit 16 times
+prmt.b32 hi_nan, nan, 0, 0xbbaa;
+lop3.b32 lo, lo, 0x87f087f0, lo_nan, 0xea;  // (lo & 0x87f087f0) | lo_nan
+lop3.b32 hi, hi, 0x87f087f0, hi_nan, 0xea;
 fma.rn.bf16x2 lo, lo, one, minus_zero;
 fma.rn.bf16x2 hi, hi, one, minus_zero;
 fma.rn.bf16x2 $0, lo, $3, minus_zero;
@@ -62,8 +56,7 @@ def dequantise(codes, exponents, INTERPRET: tl.constexpr):
 
     The seven low bits of a code, put at bit 4 of a bf16, are its magnitude times 2^-120, subnormals included. One exact
     multiply by 2^120 makes that the value, another applies the scale (a single one by 2^120 x scale would stop at scale
-    2^7). Code 0x7f is no NaN after the placement: 1 added to its mantissa carries into bit 11, and 15 times that bit
-    fills the rest of the exponent.
+    2^7). Codes 0x7f and 0xff are no NaN after the placement: they become 0xffff, which is one.
     """
     if INTERPRET:
         c = codes.to(tl.uint32)
@@ -135,6 +128,12 @@ def load_tiles(cache, data_at, scale_at, valid, LAYOUT: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
+def divide(n, magic, shift):
+    """n / d for 0 <= n < 2^31: d as `divisor` (triton_launch.py) gives it."""
+    return ((n.to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)) >> shift.to(tl.uint64)).to(tl.int32)
+
+
+@triton.jit
 def clamped_length(length_ptr, token, stride, capacity, HAS_LENGTH: tl.constexpr):
     """A row's length in [0, capacity]; capacity without lengths."""
     if HAS_LENGTH:
@@ -155,7 +154,8 @@ def loop_bound(x, INTERPRET: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "topk", "extra_topk", "num_slots", "extra_num_slots", "page_size", "extra_page_size", "num_splits",
-        "num_freqs", "q_num_freqs", "stride_q_freqs", "stride_q_positions",
+        "num_freqs", "q_num_freqs", "splits_magic", "splits_shift", "main_page_magic", "main_page_shift",
+        "extra_page_magic", "extra_page_shift", "stride_q_freqs", "stride_q_positions",
         "stride_indices", "stride_extra_indices", "stride_length", "stride_extra_length",
         "stride_positions", "stride_scales_token", "stride_scales_column", "stride_amax_token", "stride_amax_head",
         "stride_lse_split", "stride_lse_token", "stride_lse_head", "stride_freqs",
@@ -169,6 +169,7 @@ def sparse_decode_kernel(
     q_ptr, cache_ptr, indices_ptr, length_ptr, extra_cache_ptr, extra_indices_ptr, extra_length_ptr,
     out_ptr, lse_ptr, scales_ptr, amax_ptr, sink_ptr, freqs_ptr, positions_ptr,
     topk, extra_topk, num_slots, extra_num_slots, page_size, extra_page_size, num_splits, num_freqs, scale_log2,
+    splits_magic, splits_shift, main_page_magic, main_page_shift, extra_page_magic, extra_page_shift,
     stride_q_token, stride_q_head, stride_page, stride_extra_page, stride_indices, stride_extra_indices,
     stride_length, stride_extra_length, stride_out_split, stride_out_token, stride_out_head,
     stride_lse_split, stride_lse_token, stride_lse_head, stride_scales_token, stride_scales_column,
@@ -178,7 +179,7 @@ def sparse_decode_kernel(
     NUM_HEADS: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_LAYOUT: tl.constexpr, EVEN: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_LENGTH: tl.constexpr, HAS_EXTRA_LENGTH: tl.constexpr,
     PARTIAL: tl.constexpr, FILL_EMPTY: tl.constexpr, OUTPUT: tl.constexpr, HAS_SINK: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_AMAX: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_AMAX: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows x splits x head blocks, head blocks fastest (they read the same keys), on x.
@@ -187,28 +188,43 @@ def sparse_decode_kernel(
 
     PARTIAL: out is o_accum [S, T, h, 512] fp32 and lse is lse_accum [S, T, h] in log2; FILL_EMPTY writes O = 0 for a
     split without keys, else only its LSE. Otherwise num_splits is 1 and out, lse, scales, amax are the final outputs.
+
+    PDL: the launch has the programmatic attribute; nothing is read or written before the previous kernel's end.
     """
-    if LAUNCH_DEPENDENTS:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        if PARTIAL:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     # This program's row, split and heads.
     HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
-    split = program // HEAD_BLOCKS % num_splits
-    token = (program // HEAD_BLOCKS // num_splits).to(tl.int64)
+    row_split = program // HEAD_BLOCKS
+    token = divide(row_split, splits_magic, splits_shift)
+    split = row_split - token * num_splits
+    token = token.to(tl.int64)
     heads = (program % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     head_ok = heads < NUM_HEADS
 
-    # Its blocks of keys: split_partition.py.
+    # Its keys and Q, (BLOCK_H, 256 | 128 | 64 | 64): lengths and Q are on their way together.
     main_keys = clamped_length(length_ptr, token, stride_length, topk, HAS_LENGTH)
+    if HAS_EXTRA:
+        extra_keys = clamped_length(extra_length_ptr, token, stride_extra_length, extra_topk, HAS_EXTRA_LENGTH)
+    q_row = q_ptr + token * stride_q_token + heads[:, None] * stride_q_head
+    q0 = load_bf16(q_row + tl.arange(0, 256)[None, :], head_ok[:, None], INTERPRET)
+    q1 = load_bf16(q_row + (256 + tl.arange(0, 128)[None, :]), head_ok[:, None], INTERPRET)
+    q2 = load_bf16(q_row + (384 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
+    q3 = load_bf16(q_row + (448 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
+
+    # Its blocks of keys: split_partition.py.
     main_blocks = (main_keys + GRAIN - 1) // GRAIN
     blocks = main_blocks
     if HAS_EXTRA:
-        extra_keys = clamped_length(extra_length_ptr, token, stride_extra_length, extra_topk, HAS_EXTRA_LENGTH)
         blocks += (extra_keys + GRAIN - 1) // GRAIN
-    longer = blocks % num_splits
-    begin = split * (blocks // num_splits) + tl.minimum(split, longer)
-    end = begin + blocks // num_splits + tl.where(split < longer, 1, 0)
+    each = divide(blocks, splits_magic, splits_shift)
+    longer = blocks - each * num_splits
+    begin = split * each + tl.minimum(split, longer)
+    end = begin + each + tl.where(split < longer, 1, 0)
     STEPS: tl.constexpr = GRAIN // BLOCK_N  # steps a block
     main_steps = main_blocks * STEPS
 
@@ -217,12 +233,6 @@ def sparse_decode_kernel(
         tl.store(lse_at, tl.full([BLOCK_H], float("-inf"), tl.float32), mask=head_ok)
         return
 
-    # Q, (BLOCK_H, 256 | 128 | 64 | 64).
-    q_row = q_ptr + token * stride_q_token + heads[:, None] * stride_q_head
-    q0 = load_bf16(q_row + tl.arange(0, 256)[None, :], head_ok[:, None], INTERPRET)
-    q1 = load_bf16(q_row + (256 + tl.arange(0, 128)[None, :]), head_ok[:, None], INTERPRET)
-    q2 = load_bf16(q_row + (384 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
-    q3 = load_bf16(q_row + (448 + tl.arange(0, 64)[None, :]), head_ok[:, None], INTERPRET)
     if Q_NORM:
         norm = norm_factor(q_row, head_ok, q_norm_eps, BLOCK_H, INTERPRET)
         q0 = normalise(q0, norm, INTERPRET)
@@ -250,7 +260,10 @@ def sparse_decode_kernel(
         first = step * BLOCK_N
         keys, index_row, slots, tokens_per_page = main_keys, main_row, num_slots, page_size
         cache, page_stride = cache_ptr, stride_page
+        page_magic, page_shift = main_page_magic, main_page_shift
         if HAS_EXTRA:
+            page_magic = tl.where(is_extra, extra_page_magic, main_page_magic)
+            page_shift = tl.where(is_extra, extra_page_shift, main_page_shift)
             first = tl.where(is_extra, step - main_steps, step) * BLOCK_N
             keys = tl.where(is_extra, extra_keys, main_keys)
             index_row = tl.where(is_extra, extra_row, main_row)
@@ -262,7 +275,7 @@ def sparse_decode_kernel(
         slot = tl.load(index_row + key, mask=key < keys, other=-1)
         valid = (slot >= 0) & (slot < slots)
         slot = tl.where(valid, slot, 0)
-        page = slot // tokens_per_page
+        page = divide(slot, page_magic, page_shift)
         place = (slot - page * tokens_per_page).to(tl.int64)
         page_at = page.to(tl.int64) * page_stride
         scale_at = page_at + tokens_per_page.to(tl.int64) * V4_BYTES + place * V4_SCALE_BYTES

@@ -94,6 +94,17 @@ def _loading_allowed(device: torch.device) -> Iterator[None]:
         exchange(ctypes.byref(mode))
 
 
+@functools.lru_cache(maxsize=256)
+def divisor(d: int) -> tuple[int, int]:
+    """magic (32 bits, as an int32) and shift: n * magic >> shift is n // d for 0 <= n < 2^31 and 1 <= d < 2^31.
+
+    Those of csrc/common/divisor.h, which derives them.
+    """
+    bits = (d - 1).bit_length()
+    magic = -(-(1 << 31 + bits) // d)
+    return magic - (magic >> 31 << 32), 31 + bits
+
+
 def launch(
     q: torch.Tensor,
     main: Source,
@@ -137,6 +148,7 @@ def launch(
     even = all(cache.data_ptr() % 2 == 0 and cache.stride(0) % 2 == 0 for cache in caches)
     out_strides = out.stride()[:3] if partial else (0, *out.stride()[:2])
     lse_strides = lse.stride() if partial else (0, *lse.stride())
+    pdl = settings.pdl and capability[0] >= 9 and not interpret
     q_eps, q_freqs, q_positions = prologue
     scales, amax = done.scales, done.amax
     freqs, positions = done.freqs_cis, done.positions
@@ -171,6 +183,9 @@ def launch(
             num_splits,
             0 if freqs is None else freqs.shape[0],
             softmax_scale * math.log2(math.e),
+            *divisor(num_splits),
+            *divisor(main.page_size),
+            *divisor(other.page_size),
             q.stride(0),
             q.stride(1),
             main.cache.stride(0),
@@ -206,10 +221,11 @@ def launch(
             HAS_SINK=done.attn_sink is not None,
             HAS_ROPE=freqs is not None,
             HAS_AMAX=amax is not None,
-            LAUNCH_DEPENDENTS=partial and settings.pdl and capability[0] >= 9 and not interpret,
+            PDL=pdl,
             INTERPRET=interpret,
             BLOCK_H=config.block_h,
             BLOCK_N=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            launch_pdl=pdl,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import sys
 
 import pytest
@@ -23,7 +24,7 @@ from sgl_dsv4_kernels import sm90_decode, triton_launch
 from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import CacheLayout
 from sgl_dsv4_kernels.reference import decode as reference
-from sgl_dsv4_kernels.triton_decode import dequantise
+from sgl_dsv4_kernels.triton_decode import dequantise, divide
 from sgl_dsv4_kernels.triton_epilogue import encode_e4m3, store_bf16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,6 +52,23 @@ def _dequantise_kernel(codes_ptr, out_ptr, INTERPRET: tl.constexpr):
     at = tl.arange(0, 256)
     value = dequantise(tl.load(codes_ptr + at), exponent.to(tl.uint8), INTERPRET)
     store_bf16(out_ptr + tl.program_id(0) * 256 + at, value.to(tl.float32), at < 256, INTERPRET)
+
+
+@triton.jit
+def _divide_kernel(n_ptr, out_ptr, magic, shift):
+    at = tl.arange(0, 32)
+    tl.store(out_ptr + at, divide(tl.load(n_ptr + at), magic, shift))
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 64, 127, 2**30, 2**30 + 1, 2**31 - 1])
+def test_divide(d):
+    numbers = random.Random(d)
+    multiples = [numbers.randrange(0, 2**31) // d * d for _ in range(9)]
+    n = [0, 1, d - 1, d, 2**31 - 1, *multiples, *(m - 1 for m in multiples), *(m + d - 1 for m in multiples)]
+    n = torch.tensor([min(max(x, 0), 2**31 - 1) for x in n], dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(n, -1)
+    _divide_kernel[(1,)](n, out, *triton_launch.divisor(d))
+    assert torch.equal(out, n // d)
 
 
 def test_every_code_and_scale():
