@@ -24,6 +24,14 @@ from pathlib import Path
 
 Json = dict[str, object]
 LAUNCH = f"{shlex.quote(sys.executable)} -m sglang.launch_server"
+VARIANTS = {
+    "stock": {"SGLANG_PLUGINS": "none"},  # a list of plugins that may load: none has that name
+    "off": {"SGL_DSV4_KERNELS": "off"},
+    "store": {"SGL_DSV4_KERNELS": "store"},
+    "all": {"SGL_DSV4_KERNELS": "all", "SGL_DSV4_DECODE_MAX_TOKENS": "100000"},  # our decode at every batch size
+    "verify": {"SGL_DSV4_KERNELS": "all", "SGL_DSV4_DECODE_MAX_TOKENS": "100000", "SGL_DSV4_VERIFY": "1"},
+}
+"""Environments of servers, by what they show of this package."""
 BROKEN = (OSError, http.client.HTTPException)
 """What urllib raises where a connection fails or breaks."""
 

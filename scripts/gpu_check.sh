@@ -15,7 +15,7 @@
 # PIECE_SECONDS     time limit of tests, sanitizer and benchmark, each (default: 420; 1200 for tests in one process)
 # COMPUTE_SANITIZER path of compute-sanitizer, 2026.1 or newer (default: from the package nvidia-cuda-sanitizer-api)
 # E2E_MODEL, E2E_ARGS, E2E_OPTIONS, E2E_SECONDS   model path (tp2: one or more) and flags of the servers, options of
-#                   check_serving.py or (e2e 2) bench_serving.py, and time limit of each (default: 500)
+#                   check_serving.py or (e2e 2) bench_serving.py, and time limit of each (default: 500; tp2: 900)
 # TP2_BENCH         tp2: options of bench_serving.py instead of those below
 # A piece that fails does not stop the rest; the exit status is 1 if any failed. With sglang on PYTHONPATH the tests
 # compare with its kernels and the benchmark has their column.
@@ -182,7 +182,7 @@ serving() {  # SCRIPT OPTION ... : ended at the limit, with the servers that it 
 tp2() {  # CHECKS OPTION ...
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
   export SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0  # servers that start side by side fill the GPUs in turns
-  local E2E_ARGS="${E2E_ARGS:-} --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion"
+  local E2E_SECONDS="${E2E_SECONDS:-900}" E2E_ARGS="${E2E_ARGS:-} --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion"
   serving test/e2e/check_serving.py --tp 2 --checks "$@"
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -34,18 +35,6 @@ def machine(row: Row) -> str:
     """Where and when a CSV was measured."""
     sglang = f", sglang {row['sglang']}" if "sglang" in row else ""
     return f"{row['gpu']}, torch {row['torch']}{sglang}, driver {row['driver']}, commit {row['commit']}, {row['date']}."
-
-
-BEHIND_A_PROFILE = """In this run every warm figure but the first was taken behind a profiled call in the same process,
-which adds 1 to 2 us to both chains."""
-NOTES = {("decode_chain.csv", "91ef645"): BEHIND_A_PROFILE}
-"""What a reader of one run's figures has to know, by CSV and commit."""
-
-
-def notes(name: str, rows: list[Row]) -> list[str]:
-    """Of a CSV with these rows, a list of at most one line."""
-    note = NOTES.get((name, rows[0]["commit"]))
-    return [note] if note else []
 
 
 # ---- tables: lists of Markdown lines
@@ -209,7 +198,6 @@ def readme_figures() -> str:
             "Median us: **one call of ours / SGLang's chain** of query kernel, FlashMLA's two and inverse RoPE",
             "(stock / ours), by heads of a rank; fewer than 64 are padded to 64 there. FlashMLA's metadata, 3 launches",
             f"a step{metadata_times()} come on top.",
-            *notes("decode_chain.csv", chain),
             "",
             *chain_table(chain),
             "",
@@ -233,7 +221,25 @@ def section(name: str, title: str, command: str, text: str, tables: Callable[[li
     if not rows:
         return []
     source = f"[{name}](../benchmark/results/h200/{name}), `{command}`."
-    return [f"## {title}", f"{machine(rows[0])}", source, text, *notes(name, rows), "", *tables(rows), ""]
+    return [f"## {title}", f"{machine(rows[0])}", source, text, "", *tables(rows), ""]
+
+
+def equal_table(rows: list[Row]) -> list[str]:
+    """A line for each concurrency, for each server the median of its times and that over all stock servers'."""
+    times: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        times.setdefault((row["concurrency"], row["server"]), []).append(float(row["tpot_ms"]))
+    servers = sorted({server for _, server in times}, key=lambda name: (name.rstrip("0123456789"), name))
+
+    def cell(concurrency: str, server: str) -> str:
+        stock = [t for name in servers if name.startswith("stock") for t in times[concurrency, name]]
+        middle = statistics.median(times[concurrency, server])
+        return f"{middle:.3f} ({middle / statistics.median(stock):.3f})"
+
+    return table(
+        ["concurrency", *servers],
+        ([c, *(cell(c, server) for server in servers)] for c in dict.fromkeys(row["concurrency"] for row in rows)),
+    )
 
 
 def two_rank_sections() -> list[str]:
@@ -245,7 +251,8 @@ def two_rank_sections() -> list[str]:
         if path.stem.endswith("_profile"):
             title, text, tables = f"A decode step of one of two ranks, {heads} heads", PROFILE_TEXT, profile_table
         lines += section(path.name, title, "gpu_check.sh tp2", text, tables)
-    return lines
+    title = "Equal servers of two ranks"
+    return lines + section("equal_servers_tp2.csv", title, "equal_servers.py", EQUAL_TEXT, equal_table)
 
 
 def store_tables(rows: list[Row]) -> list[str]:
@@ -256,12 +263,18 @@ def store_tables(rows: list[Row]) -> list[str]:
 
 
 def decode_tables(rows: list[Row]) -> list[str]:
+    plot = "![time against rows](../benchmark/results/h200/sparse_decode.png)"
+    return [*backend_tables(rows), plot]
+
+
+def backend_tables(rows: list[Row]) -> list[str]:
+    """Of one backend: for each number of keys a table with a warm and one with a cold L2."""
     lines = []
     for extra in dict.fromkeys(row["extra"] for row in rows):
         part = [row for row in rows if row["extra"] == extra]
         for kind in ("warm", "cold"):
             lines += [f"{part[0]['topk']} + {extra} keys, {kind}:", "", *decode_table(part, kind), ""]
-    return [*lines, "![time against rows](../benchmark/results/h200/sparse_decode.png)"]
+    return lines
 
 
 def chain_tables(rows: list[Row]) -> list[str]:
@@ -294,9 +307,15 @@ SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy
 client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
 stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low
 ratio: of the least disturbed requests."""
-TWO_RANKS_TEXT = """A small model with dummy weights, time per output token as above. The host limits these servers: a
-step takes about twice its GPU time, and twelve server processes share the machine. So the ratios do not measure the
-kernels; the profile below does."""
+TWO_RANKS_TEXT = """A small model with dummy weights, time per output token as above, no other server beside these two.
+The host limits them: a step takes about twice its GPU time. Equal servers are up to 6 % apart there (last table of this
+page), so these ratios do not measure the kernels; the profile below does."""
+EQUAL_TEXT = """Five servers side by side, stock (no plugin), patched (all) and plugin switched off (off), some of them
+alike, one driven at a time in random order: median ms a token (over that of the stock servers together). What differs
+between stock and stock2, or between all and all2, is the host's doing."""
+TRITON_COMMAND = "bench_sparse_decode.py --backend triton --heads 8 16 64"
+TRITON_TEXT = """The portable backend, which Hopper takes only where its own kernels do not serve: median us, **ours /
+FlashMLA's Hopper kernel** (fewer than 64 heads padded to 64)."""
 PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch counts
 from its predecessor's end in the stream."""
 
@@ -307,6 +326,7 @@ def results() -> str:
         "# Results", "", "Written by scripts/results.py from the CSV files under benchmark/results/h200.", "",
         *section("norm_rope_store.csv", "Store", "bench_norm_rope_store.py --layout all", STORE_TEXT, store_tables),
         *section("sparse_decode.csv", "Decode", "bench_sparse_decode.py", DECODE_TEXT, decode_tables),
+        *section("sparse_decode_triton.csv", "Decode in Triton", TRITON_COMMAND, TRITON_TEXT, backend_tables),
         *section("decode_limits.csv", "What limits the decode", "decode_limits.py", LIMITS_TEXT, limits_table),
         *section("decode_chain.csv", "A layer's chain", "bench_decode_chain.py", CHAIN_TEXT, chain_tables),
         *section("combine.csv", "Combine kernel", "bench_combine.py", "Median us.", combine_table),

@@ -227,5 +227,4 @@ def launch(
             BLOCK_N=config.block_n,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            launch_pdl=False,
         )

@@ -56,6 +56,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
 from common import commit, run_facts
 from serving import (
     LAUNCH,
+    VARIANTS,
     Client,
     Server,
     ServingError,
@@ -69,13 +70,6 @@ from serving import (
 )
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark" / "bench_serving.py"
-VARIANTS = {
-    "stock": {"SGLANG_PLUGINS": "none"},  # a list of plugins that may load: none has that name
-    "off": {"SGL_DSV4_KERNELS": "off"},
-    "store": {"SGL_DSV4_KERNELS": "store"},
-    "all": {"SGL_DSV4_KERNELS": "all", "SGL_DSV4_DECODE_MAX_TOKENS": "100000"},  # our decode at every batch size
-    "verify": {"SGL_DSV4_KERNELS": "all", "SGL_DSV4_DECODE_MAX_TOKENS": "100000", "SGL_DSV4_VERIFY": "1"},
-}
 LENGTHS = (5, 40, 130, 257, 700, 1500)
 OURS = "sgl_dsv4_kernels"
 FALLBACK = "falls back"

@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "test" / "e2e")]
 import bench_serving  # noqa: E402
 import check_serving  # noqa: E402
 import decode_profile  # noqa: E402
+import equal_servers  # noqa: E402
 import serving  # noqa: E402
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_server.py')}"
@@ -325,6 +326,42 @@ def test_check_finds_a_worker_that_outlives_the_server(port, tmp_path, monkeypat
     monkeypatch.setattr(serving.Server, "wait_gone", lambda self, seconds, wait=serving.Server.wait_gone: wait(self, 1))
     assert check(port, tmp_path, "d") == 1
     assert "FAILED (d) kill -9: its processes end" in capsys.readouterr().out
+
+
+# ---- equal servers
+
+
+def test_equal_servers(port, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_ON", "all")
+    monkeypatch.setenv("FAKE_SCALE", "6")
+    start = ["--model", "fake", "--launch", FAKE, "--port", str(port), "--start-seconds", "20", "--logs", str(tmp_path)]
+    sizes = "--servers stock all stock --concurrency 1 4 --ctx 30 --gen 9 --runs 3"
+    assert equal_servers.main([*start, *sizes.split(), "--csv", str(tmp_path / "equal.csv")]) == 0
+    found = rows(tmp_path / "equal.csv")
+    assert len(found) == 2 * 3 * 3
+    assert {row["server"] for row in found} == {"stock", "stock2", "all"}
+    assert all(float(row["tpot_ms"]) > 0 and row["gen"] == "9" for row in found)
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["concurrency", "server", "rounds", "tpot_ms", "ratio", "least_ms"]
+    assert all(float(line.split()[4]) > 1.5 for line in lines if " all " in line)
+    assert [line.split()[:3] for line in lines] == [[c, s, "3"] for c in "14" for s in ("stock", "all", "stock2")]
+
+
+def test_summary_of_equal_servers():
+    times = {"stock": (1.0, 3.0, 2.0), "stock2": (4.0, 4.0, 4.0), "all": (1.5, 1.5, 9.0)}
+    found = [{"concurrency": 8, "server": name, "tpot_ms": t} for name, values in times.items() for t in values]
+    lines = equal_servers.summary(found, equal_servers.named(["stock", "stock", "all"]))
+    assert [(line["server"], line["tpot_ms"], line["ratio"], line["least_ms"]) for line in lines] == [
+        ("stock", "2.000", "0.571", "1.000"),
+        ("stock2", "4.000", "1.143", "4.000"),
+        ("all", "1.500", "0.429", "1.500"),
+    ]
+
+
+def test_equal_servers_needs_stock(capsys):
+    with pytest.raises(SystemExit):
+        equal_servers.parse(["--model", "x", "--servers", "all", "off"])
+    assert "expected stock among --servers, got ['all', 'off']" in capsys.readouterr().err
 
 
 # ---- tensor parallelism: two models one after the other, two ranks each

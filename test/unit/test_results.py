@@ -147,13 +147,22 @@ def test_plots(results, tmp_path, source):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
-def test_note_of_a_run(results, tmp_path, monkeypatch):
-    write(tmp_path, "decode_chain.csv", chain_rows())
-    name = "decode_chain.csv"
-    for commit, times in (("another", 0), ("abc", 1)):
-        monkeypatch.setattr(results, "NOTES", {(name, commit): "Mind the gap."})
-        assert results.results().count("\nMind the gap.\n\n") == times
-        assert results.readme_figures().count("\nMind the gap.\n\n") == times
+def test_equal_servers(results, tmp_path):
+    times = {"stock": ("2.0", "4.0"), "stock2": ("4.0", "4.0"), "all": ("1.0", "2.0")}
+    rows = [{"concurrency": "8", "server": name, "tpot_ms": t} | RUN for name, values in times.items() for t in values]
+    write(tmp_path, "equal_servers_tp2.csv", rows)
+    text = results.results()
+    assert "## Equal servers of two ranks" in text
+    assert "| concurrency | all | stock | stock2 |\n| --- | --- | --- | --- |\n" in text
+    assert "| 8 | 1.500 (0.375) | 3.000 (0.750) | 4.000 (1.000) |" in text
+
+
+def test_triton_is_a_section_of_its_own(results, tmp_path):
+    write(tmp_path, "sparse_decode_triton.csv", [row | {"backend": "triton"} for row in decode_rows()])
+    text = results.results()
+    assert "## Decode in Triton" in text
+    assert text.count("| 1 | 6.0 / 12.3 | 6.0 / 12.3 |") == 1
+    assert results.readme_figures() == "Not measured yet.\n"
 
 
 def test_no_plot_without_a_file(results, tmp_path):
