@@ -93,8 +93,9 @@ def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
     plot_by_heads(path, rows, heads, lines, "time a layer, us", title)
 
 
-def cells(times: dict[str, float], names: list[str]) -> str:
-    """Times and their ratio, as they stand in the table; nothing without times."""
+def cells(row: dict[str, object], names: list[str], kind: str) -> str:
+    """Times of a kind and their ratio, as they stand in the table; nothing without times."""
+    times = {name: float(row[f"{name}_{kind}"]) for name in names if row[f"{name}_{kind}"]}
     ratio = f"{times['stock'] / times['ours']:.2f}" if "stock" in times else "-"
     return "".join(f"{times[name]:9.2f}" for name in names) + f"{ratio:>12}" if times else ""
 
@@ -125,27 +126,31 @@ def main() -> int:
     print(f"# us, warm; bf16 also among other kernels\n{'heads':>5} {'keys':>10} {'b':>4} {'output':>12}", end="")
     print(f"{head}  stock/ours" * 2)
     freqs = random_freqs(POSITIONS, torch.device("cuda"))
-    cases = []
+    rows, contenders = [], []
+
+    def save() -> None:
+        if args.csv:
+            write_csv(args.csv, rows)
+
     for shape, problem in problems(args):
         rope = freqs, torch.randint(0, POSITIONS, (shape["b"],), device="cuda")
         for output in args.output:
             if peers:
                 check_peers(problem, rope, output, peers)
-            calls = make_calls(problem, rope, output, peers)
-            cases.append((shape | {"output": output}, calls, warm_medians(calls, args.iters)))
-    # All warm times first: launches are dearer, by 1 to 2 us a chain, in a process that has been profiled.
-    rows = []
-    progress = Progress(len(cases))
-    for row, calls, warm in cases:
+            contenders.append(make_calls(problem, rope, output, peers))
+            warm = warm_medians(contenders[-1], args.iters)
+            row = shape | {"output": output} | {f"{name}_us": f"{warm[name]:.2f}" for name in names}
+            rows.append(row | {f"{name}_among_us": "" for name in names} | facts)
+    save()
+    # Behind all warm times: launches are dearer, by 1 to 2 us a chain, in a process that has been profiled.
+    progress = Progress(len(rows))
+    for row, calls in zip(rows, contenders, strict=True):
         progress.step("among other kernels, {heads} heads, b={b}, {output}".format(**row))
-        among = among_medians(calls) if row["output"] == "bf16" else {}
-        for kind, found in (("us", warm), ("among_us", among)):
-            row |= {f"{name}_{kind}": f"{found[name]:.2f}" if found else "" for name in names}
-        rows.append(row | facts)
+        if row["output"] == "bf16":
+            row |= {f"{name}_among_us": f"{us:.2f}" for name, us in among_medians(calls).items()}
         print("{heads:5} {topk:4} +{extra:4} {b:4} {output:>12}".format(**row), end="")
-        print(cells(warm, names) + cells(among, names), flush=True)
-    if args.csv:
-        write_csv(args.csv, rows)
+        print(cells(row, names, "us") + cells(row, names, "among_us"), flush=True)
+    save()
     return 0
 
 

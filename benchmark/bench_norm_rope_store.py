@@ -349,7 +349,7 @@ def main() -> int:
 
     if args.csv and rows:
         write_csv(args.csv, rows)
-    if args.check or "H200" in facts["gpu"]:
+    if args.check or facts["gpu"].startswith("NVIDIA H200"):
         print("".join(f"# missed: {text}\n" for text in missed), end="")
         print(f"# speed lines missed: {len(missed)} of {checked}{'' if with_stock else ' (none against SGLang)'}")
     return 1 if args.check and missed else 0

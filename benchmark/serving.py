@@ -158,6 +158,8 @@ class Server:
         self._command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         self._env = {**os.environ, **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
+        self.stopped = False
+        """Whether `stop` has ended it, or tried."""
         self.client = Client(f"http://127.0.0.1:{port}")
 
     def start(self) -> None:
@@ -165,6 +167,7 @@ class Server:
         if not port_is_free(self.port):
             raise ServingError(f"{self.name}: port {self.port} is in use")
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.stopped = False
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
@@ -221,6 +224,7 @@ class Server:
         """End it: SIGTERM to the first process, to the group, then SIGKILL to the group; 20 s at most."""
         if self._process is None:
             return
+        self.stopped = True
         self.ended()
         for send, number, seconds in (
             (os.kill, signal.SIGTERM, 10),

@@ -189,8 +189,8 @@ def sparse_decode_kernel(
     PARTIAL: out is o_accum [S, T, h, 512] fp32 and lse is lse_accum [S, T, h] in log2; FILL_EMPTY writes O = 0 for a
     split without keys, else only its LSE. Otherwise num_splits is 1 and out, lse, scales, amax are the final outputs.
 
-    PDL: the combine may start while this kernel runs. Its own launch has no programmatic attribute
-    (docs/decode_pipeline.md says why); with one, the wait would keep it from reading what is not there yet.
+    PDL: the combine may start while this kernel runs. The wait has no effect without the programmatic attribute, which
+    its own launch does not have (docs/decode_pipeline.md says why).
     """
     if PDL:
         if PARTIAL:

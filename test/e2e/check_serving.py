@@ -270,9 +270,9 @@ def check_answers(report: Report, servers: dict[str, Server], args: argparse.Nam
     distinct = len({a.tokens for a in repeat[args.batches[0]]})
     report.add("ab", "prompts have different answers", distinct > len(prompts) // 2, f"{distinct} of {len(prompts)}")
     for part, name in (("a", "store"), ("e", "off")):
-        if name in answers:
+        if part in args.checks:
             check_identical(report, part, name, answers[name], answers["stock"], repeat)
-    if "all" in answers:
+    if "b" in args.checks:
         check_close(report, answers["all"], answers["stock"])
 
 
@@ -571,7 +571,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServingError as error:
         report.add("-", "servers answer", False, str(error))
         for server in every:
-            if server.ended() and server.log.exists():
+            if server.ended() and not server.stopped and server.log.exists():
                 print(f"{server.name} has ended\n{server.log_tail()}")
     finally:
         stop_all(every)

@@ -27,11 +27,11 @@ FAKE = f"{sys.executable} {Path(__file__).with_name('fake_server.py')}"
 
 @pytest.fixture
 def port():
-    """The first of five free ports in a row; afterwards, no server may be left on them."""
+    """The first of ten free ports in a row; afterwards, no server may be left on them."""
     start = 20000 + os.getpid() * 10 % 20000  # test runs side by side keep apart
-    first = next(p for p in range(start, 60000, 10) if all(serving.port_is_free(p + i) for i in range(5)))
+    first = next(p for p in range(start, 60000, 10) if all(serving.port_is_free(p + i) for i in range(10)))
     yield first
-    pattern = "fake_server.py .*--port (" + "|".join(str(first + i) for i in range(5)) + ")"
+    pattern = "fake_server.py .*--port (" + "|".join(str(first + i) for i in range(10)) + ")"
     assert subprocess.run(["pgrep", "-f", "--", pattern], capture_output=True, check=False).stdout == b""
 
 
@@ -335,7 +335,7 @@ def test_equal_servers(port, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_ON", "all")
     monkeypatch.setenv("FAKE_SCALE", "6")
     start = ["--model", "fake", "--launch", FAKE, "--port", str(port), "--start-seconds", "20", "--logs", str(tmp_path)]
-    sizes = "--servers stock all stock --concurrency 1 4 --ctx 30 --gen 9 --runs 3"
+    sizes = "--servers stock all stock --concurrency 1 4 --ctx 30 --gen 9 --runs 9 --case-seconds 0"
     assert equal_servers.main([*start, *sizes.split(), "--csv", str(tmp_path / "equal.csv")]) == 0
     found = rows(tmp_path / "equal.csv")
     assert len(found) == 2 * 3 * 3
@@ -389,15 +389,37 @@ def test_check_of_two_ranks_and_two_models(port, tmp_path, capfd):
         assert float(groups["GPU sum"]["stock_us_per_step"]) == 30  # of rank 0
 
 
-def test_two_servers_run_during_the_benchmark(port, tmp_path, monkeypatch):
-    running = []
+@pytest.mark.parametrize(("tp", "at_the_end"), [(1, ["all"]), (2, ["stock", "all"])])
+def test_servers_run_while_they_are_needed(port, tmp_path, monkeypatch, tp, at_the_end):
+    """And no server of one model beside those of another."""
+    started, running = [], []
 
-    def check_speed(report, servers, model, args):
-        running.append([name for name, server in servers.items() if not server.ended()])
+    def start(self, start=serving.Server.start):
+        started.append(self)
+        assert all(server.ended() or server.log.parent == self.log.parent for server in started[:-1])
+        start(self)
+
+    def record(*_):
+        running.append([f"{server.log.parent.name} {server.name}" for server in started if not server.ended()])
+
+    monkeypatch.setattr(serving.Server, "start", start)
+    for part in ("speed", "load", "crash"):
+        monkeypatch.setattr(check_serving, f"check_{part}", record)
+    models = model_folders(tmp_path, wide=64, narrow=32)
+    assert check(port, tmp_path, "avtcd", "--tp", str(tp), "--batches", "4", "--model", *models) == 0
+    speed = [[f"{model} stock", f"{model} all"] for model in ("wide", "narrow")]
+    assert running == [*speed, *[[f"narrow {name}" for name in at_the_end]] * 2]
+
+
+def test_stopped_servers_are_not_blamed(port, tmp_path, monkeypatch, capsys):
+    def check_speed(*_):
+        raise serving.ServingError("out of order")
 
     monkeypatch.setattr(check_serving, "check_speed", check_speed)
-    assert check(port, tmp_path, "abvt", "--model", *model_folders(tmp_path, wide=64, narrow=32)) == 0
-    assert running == [["stock", "all"]] * 2
+    assert check(port, tmp_path, "at", "--batches", "4") == 1
+    output = capsys.readouterr().out
+    assert "FAILED (-) servers answer: out of order" in output
+    assert "has ended" not in output
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from pathlib import Path
@@ -101,6 +102,48 @@ def test_fp8_output_of_the_stock_chain(chain):
 def test_without_peers(chain):
     problem, rope, _ = chain
     assert list(bench_decode_chain.make_calls(problem, rope, "bf16", None)) == ["ours"]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_warm_times_are_taken_and_kept_before_any_profile(monkeypatch, tmp_path, capsys, interrupted):
+    done = []
+
+    def medians(kind, us):
+        def measure(calls, *_):
+            if interrupted and kind == "among":
+                raise KeyboardInterrupt
+            done.append(kind)
+            return dict.fromkeys(calls, us)
+
+        return measure
+
+    shapes = [{"heads": 8, "topk": 40, "extra": 0, "b": b} for b in (1, 2)]
+    given = [(shape, td.random_problem(shape["b"], 8, 40, 0)) for shape in shapes]
+    facts = {"commit": "abc"}
+    for name, stand_in in {
+        "require_cuda": lambda: None, "run_facts": lambda: facts, "problems": lambda _: given,
+        "random_freqs": lambda *_: None, "flashmla": lambda: (None, "none"),
+        "sglang_steps": lambda: (None, "none"), "warm_medians": medians("warm", 8.0),
+        "among_medians": medians("among", 9.5),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(bench_decode_chain, name, stand_in)
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: None)
+    path = tmp_path / "chain.csv"
+    monkeypatch.setattr(sys, "argv", ["bench_decode_chain.py", "--csv", str(path)])
+    with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+        assert bench_decode_chain.main() == 0
+    assert done == ["warm"] * 4 + ["among"] * (0 if interrupted else 2)
+    head, *lines = path.read_text().splitlines()
+    assert head == "heads,topk,extra,b,output,ours_us,ours_among_us,commit"
+    among = "" if interrupted else "9.50"
+    assert lines == [
+        f"8,40,0,{b},{output},8.00,{us},abc" for b in (1, 2) for output, us in (("bf16", among), ("fp8_group128", ""))
+    ]
+    if not interrupted:
+        assert [line.split()[-4:] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+            ["8.00", "-", "9.50", "-"],
+            ["2", "fp8_group128", "8.00", "-"],
+        ]
 
 
 @pytest.fixture

@@ -49,9 +49,9 @@ def check(result, want: td.Truth, relative: float = td.OUTPUT_BOUND) -> None:
 @triton.jit
 def _dequantise_kernel(codes_ptr, out_ptr, INTERPRET: tl.constexpr):
     exponent = tl.program_id(0) + tl.zeros([1], tl.int32)
-    at = tl.arange(0, 256)
+    at = tl.arange(0, 1024)
     value = dequantise(tl.load(codes_ptr + at), exponent.to(tl.uint8), INTERPRET)
-    store_bf16(out_ptr + tl.program_id(0) * 256 + at, value.to(tl.float32), at < 256, INTERPRET)
+    store_bf16(out_ptr + tl.program_id(0) * 1024 + at, value.to(tl.float32), at < 1024, INTERPRET)
 
 
 @triton.jit
@@ -72,8 +72,9 @@ def test_divide(d):
 
 
 def test_every_code_and_scale():
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
-    out = torch.zeros((256, 256), dtype=torch.bfloat16, device=DEVICE)
+    """Four codes go through the registers of a thread together: every code has every place among them."""
+    codes = torch.cat([torch.arange(256).roll(place) for place in range(4)]).to(torch.uint8).to(DEVICE)
+    out = torch.zeros((256, 1024), dtype=torch.bfloat16, device=DEVICE)
     _dequantise_kernel[(256,)](codes, out.view(torch.int16) if INTERPRET else out, INTERPRET)
     scale = torch.exp2(torch.arange(256, device=DEVICE).double() - 127)
     scale[255] = math.nan
