@@ -33,7 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import decode_profile
@@ -47,6 +47,7 @@ from serving import (
     exit_on_sigterm,
     in_threads,
     model_config,
+    print_ended,
     random_prompt,
     start_all,
     stop_all,
@@ -115,6 +116,22 @@ def low_decile(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 10]
 
 
+def warm_up(clients: Iterable[Client], prompts: Sequence[Sequence[int]], gen: int) -> None:
+    """Prompts into the prefix cache; what is compiled for shapes met for the first time is compiled."""
+    for client in clients:
+        client.generate(prompts, 1)
+        request_seconds(client, prompts, gen)
+
+
+def rounds(args: argparse.Namespace, first: int = 0) -> Iterator[int]:
+    """Numbers of a measurement's rounds: --runs of them, fewer at the time limit, but LEAST_RUNS."""
+    begin = time.monotonic()
+    for done in range(first, args.runs):
+        if done >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
+            return
+        yield done
+
+
 def measure(
     clients: dict[str, Client], prompts: Sequence[Sequence[int]], args: argparse.Namespace
 ) -> dict[str, object]:
@@ -122,13 +139,8 @@ def measure(
     gen, concurrency = args.gen, len(prompts)
     tpot: dict[str, list[float]] = {side: [] for side in SIDES}
     rate: dict[str, list[float]] = {side: [] for side in SIDES}
-    for client in clients.values():
-        client.generate(prompts, 1)  # into the prefix cache
-        request_seconds(client, prompts, gen)  # shapes met for the first time are compiled here
-    begin = time.monotonic()
-    for done in range(args.runs):
-        if done >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
-            break
+    warm_up(clients.values(), prompts, gen)
+    for done in rounds(args):
         for side in SIDES if done % 2 == 0 else reversed(SIDES):
             whole, decode = request_seconds(clients[side], prompts, gen)
             tpot[side].append(decode / (gen - 1) * 1e3)
@@ -152,10 +164,7 @@ def measure(
 def measure_ttft(clients: dict[str, Client], concurrency: int, args: argparse.Namespace) -> dict[str, object]:
     """Median time to first token of new prompts, in ms, and the ratio of the medians."""
     times: dict[str, list[float]] = {side: [] for side in SIDES}
-    begin = time.monotonic()
-    for run in range(-1, args.runs):  # the first round warms up
-        if run >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
-            break
+    for run in rounds(args, first=-1):  # which warms up
         prompts = [random_prompt(args.ctx, args.vocab, hash((concurrency, run, i))) for i in range(concurrency)]
         for side in SIDES:
             seconds = first_token_seconds(clients[side], prompts)
@@ -326,23 +335,43 @@ def run(clients: dict[str, Client], args: argparse.Namespace, logs: Path) -> int
     return int(status)
 
 
+def serving_options(
+    port: int, concurrency: list[int], ctx: int, runs: int, case_seconds: float
+) -> argparse.ArgumentParser:
+    """A parent parser with what starts and drives servers, and these defaults."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--server-args", default="", help="further flags of every server, as one string")
+    parser.add_argument("--launch", default=LAUNCH, help="command that starts a server (default: sglang.launch_server)")
+    parser.add_argument("--port", type=int, default=port, help="the first server's; the others' follow")
+    parser.add_argument("--start-seconds", type=float, default=600, help="time that the servers have to start")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=concurrency)
+    parser.add_argument("--ctx", type=int, default=ctx, help="tokens of a prompt")
+    parser.add_argument("--gen", type=int, default=129, help="tokens generated for each prompt")
+    parser.add_argument("--runs", type=int, default=runs, help="rounds of each measurement, fewer at its time limit")
+    parser.add_argument("--case-seconds", type=float, default=case_seconds, help="that limit, for 3 rounds or more")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--logs", type=Path, help="folder for server logs and traces (default: a temporary one)")
+    return parser
+
+
+def check_rounds(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits if nothing could be measured."""
+    if args.gen < 2 or args.runs < 1:
+        parser.error(f"expected --gen >= 2 and --runs >= 1, got {args.gen} and {args.runs}")
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[serving_options(30100, [1, 4, 8, 16, 32, 64], ctx=4096, runs=7, case_seconds=30)],
+    )
     parser.add_argument("--model", help="model path, for the servers that are started here")
-    parser.add_argument("--server-args", default="", help="further flags of both servers, as one string")
-    parser.add_argument("--launch", default=LAUNCH, help="command that starts a server (default: sglang.launch_server)")
     parser.add_argument("--kernels", default="all", help="SGL_DSV4_KERNELS of the patched server (default: all)")
-    parser.add_argument("--port", type=int, default=30100, help="the stock server's; the patched one's is the next")
     parser.add_argument("--stock-url", help="use this server, which runs already, as stock")
     parser.add_argument("--patched-url", help="use this server, which runs already, as patched")
-    parser.add_argument("--start-seconds", type=float, default=600, help="time that the servers have to start")
     parser.add_argument("--timeout", type=float, default=300, help="seconds without a byte after which a request fails")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
-    parser.add_argument("--ctx", type=int, default=4096, help="tokens of a prompt")
-    parser.add_argument("--gen", type=int, default=129, help="tokens generated for each prompt")
-    parser.add_argument("--runs", type=int, default=7, help="rounds of each measurement, fewer at its time limit")
-    parser.add_argument("--case-seconds", type=float, default=30, help="that limit, for 3 rounds or more")
     parser.add_argument("--ttft", type=int, nargs="*", help="concurrencies of the TTFT measurement (default: 1 8)")
     parser.add_argument("--profile", type=int, nargs="*", default=[1, 32], help="concurrencies of the profile")
     parser.add_argument("--profile-steps", type=int, default=10)
@@ -353,14 +382,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--vocab", type=int, help="token ids are drawn below this (default: the model's config.json, or 100000)"
     )
-    parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--logs", type=Path, help="folder for server logs and traces (default: a temporary one)")
     args = parser.parse_args(argv)
     if not args.model and not (args.stock_url and args.patched_url):
         parser.error("--model is needed, unless both --stock-url and --patched-url are given")
-    if args.gen < 2 or args.runs < 1:
-        parser.error(f"expected --gen >= 2 and --runs >= 1, got {args.gen} and {args.runs}")
+    check_rounds(parser, args)
     if args.ttft is None:
         args.ttft = [concurrency for concurrency in (1, 8) if concurrency in args.concurrency]
     if not set(args.ttft) <= set(args.concurrency):
@@ -386,9 +412,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(clients, args, logs)
     except ServingError as error:
         print(f"error: {error}", file=sys.stderr)
-        for server in servers:
-            if server.ended() and server.log.exists():
-                print(f"{server.name} has ended\n{server.log_tail()}", file=sys.stderr)
+        print_ended(servers, sys.stderr)
         return 1
     finally:
         stop_all(servers)

@@ -7,7 +7,8 @@ patched (all). Drives one at a time, in random order, as bench_serving.py does, 
 median time per output token of every server, its ratio to that of all stock servers, and the least. A server that is
 held up by its host differs from its equal for as long as both live; more rounds do not help.
 
-Every server must allow max(concurrency) requests of CTX + GEN tokens at once, and they share the GPUs' memory.
+The CSV has a row for every request. Every server must allow max(concurrency) requests of CTX + GEN tokens at once, and
+they share the GPUs' memory.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ import shlex
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_serving import LEAST_RUNS, facts, print_table, request_seconds
+from bench_serving import check_rounds, facts, print_table, request_seconds, rounds, serving_options, warm_up
 from common import Progress, write_csv
 from serving import (
-    LAUNCH,
     VARIANTS,
     Server,
     ServingError,
     exit_on_sigterm,
+    print_ended,
     random_prompt,
     start_all,
     stop_all,
@@ -49,14 +49,9 @@ def named(kinds: Sequence[str]) -> dict[str, str]:
 def measure(servers: dict[str, Server], concurrency: int, args: argparse.Namespace) -> list[dict[str, object]]:
     """A row for every request: the round, the server, its time per output token and that of the whole request."""
     prompts = [random_prompt(args.ctx, args.vocab, place) for place in range(concurrency)]
-    for server in servers.values():
-        server.client.generate(prompts, 1)  # into the prefix cache
-        request_seconds(server.client, prompts, args.gen)
+    warm_up([server.client for server in servers.values()], prompts, args.gen)
     draw, rows = random.Random(concurrency), []
-    begin = time.monotonic()
-    for done in range(args.runs):
-        if done >= LEAST_RUNS and time.monotonic() - begin > args.case_seconds:
-            break
+    for done in rounds(args):
         for name in draw.sample(list(servers), len(servers)):
             whole, decode = request_seconds(servers[name].client, prompts, args.gen)
             row = {"concurrency": concurrency, "round": done, "server": name}
@@ -82,23 +77,15 @@ def summary(rows: Sequence[dict], kinds: dict[str, str]) -> list[dict[str, objec
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[serving_options(30500, [1, 8, 32], ctx=1024, runs=14, case_seconds=45)],
+    )
     parser.add_argument("--model", required=True, help="model path")
-    parser.add_argument("--server-args", default="", help="further flags of every server, as one string")
-    parser.add_argument("--launch", default=LAUNCH, help="command that starts a server (default: sglang.launch_server)")
     parser.add_argument("--servers", nargs="+", choices=VARIANTS, default=["stock", "all", "off", "all", "stock"])
-    parser.add_argument("--port", type=int, default=30500, help="the first server's; the others' follow")
-    parser.add_argument("--start-seconds", type=float, default=600, help="time that the servers have to start")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--ctx", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--gen", type=int, default=129, help="tokens generated for each prompt")
-    parser.add_argument("--runs", type=int, default=14, help="rounds of each concurrency, fewer at its time limit")
-    parser.add_argument("--case-seconds", type=float, default=45, help="that limit, for 3 rounds or more")
-    parser.add_argument("--csv", type=Path, help="a row for every request")
-    parser.add_argument("--logs", type=Path, help="folder for server logs (default: a temporary one)")
     args = parser.parse_args(argv)
-    if args.gen < 2 or args.runs < 1:
-        parser.error(f"expected --gen >= 2 and --runs >= 1, got {args.gen} and {args.runs}")
+    check_rounds(parser, args)
     if "stock" not in args.servers:
         parser.error(f"expected stock among --servers, got {args.servers}")
     args.vocab = vocab_size(args.model)
@@ -129,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_csv(args.csv, [row | about for row in rows])
     except ServingError as error:
         print(f"error: {error}", file=sys.stderr)
+        print_ended(list(servers.values()), sys.stderr)
         return 1
     finally:
         stop_all(list(servers.values()))

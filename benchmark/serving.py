@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 Json = dict[str, object]
 LAUNCH = f"{shlex.quote(sys.executable)} -m sglang.launch_server"
@@ -263,6 +264,13 @@ def start_all(servers: Sequence[Server], seconds: float) -> None:
 def stop_all(servers: Sequence[Server]) -> None:
     """End servers at the same time."""
     in_threads([server.stop for server in servers], 60)
+
+
+def print_ended(servers: Sequence[Server], file: TextIO) -> None:
+    """The end of the log of each server that has ended by itself."""
+    for server in servers:
+        if server.ended() and not server.stopped and server.log.exists():
+            print(f"{server.name} has ended\n{server.log_tail()}", file=file)
 
 
 def exit_on_sigterm() -> None:

@@ -182,7 +182,8 @@ serving() {  # SCRIPT OPTION ... : ended at the limit, with the servers that it 
 tp2() {  # CHECKS OPTION ...
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
   export SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0  # servers that start side by side fill the GPUs in turns
-  local E2E_SECONDS="${E2E_SECONDS:-900}" E2E_ARGS="${E2E_ARGS:-} --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion"
+  local E2E_SECONDS="${E2E_SECONDS:-900}"
+  local E2E_ARGS="${E2E_ARGS:-} --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion"
   serving test/e2e/check_serving.py --tp 2 --checks "$@"
 }
 

@@ -243,7 +243,7 @@ def equal_table(rows: list[Row]) -> list[str]:
 
 
 def two_rank_sections() -> list[str]:
-    """Sections of the models that were served by two tensor-parallel ranks."""
+    """Sections of the models that were served by two tensor-parallel ranks, and of equal servers of them."""
     lines = []
     for path in sorted(RESULTS.glob("serving_tp2_*.csv")):
         heads = read(path.name)[0]["heads_per_rank"]
@@ -316,7 +316,7 @@ EQUAL_COMMAND = "equal_servers.py --model DIR"
 EQUAL_TEXT = """Five servers side by side, stock (no plugin), patched (all) and plugin switched off (off), some of them
 alike, one driven at a time in random order: median ms a token (over that of the stock servers together). 64 heads, 32 a
 rank; prompts of 1024 tokens. What differs between stock and stock2, or between all and all2, is the host's doing."""
-TRITON_COMMAND = "bench_sparse_decode.py --backend triton --heads 8 16 64"
+TRITON_COMMAND = "bench_sparse_decode.py --backend triton --heads 8 16 64 --extra 512"
 TRITON_TEXT = """The portable backend, which Hopper takes only where its own kernels do not serve: median us, **ours /
 FlashMLA's Hopper kernel** (fewer than 64 heads padded to 64)."""
 PROFILE_TEXT = """GPU time of the kernels of a decode step. A kernel that starts early by programmatic launch counts

@@ -179,7 +179,7 @@ def sparse_decode_kernel(
     NUM_HEADS: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_LAYOUT: tl.constexpr, EVEN: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_LENGTH: tl.constexpr, HAS_EXTRA_LENGTH: tl.constexpr,
     PARTIAL: tl.constexpr, FILL_EMPTY: tl.constexpr, OUTPUT: tl.constexpr, HAS_SINK: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_AMAX: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_AMAX: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows x splits x head blocks, head blocks fastest (they read the same keys), on x.
@@ -189,13 +189,10 @@ def sparse_decode_kernel(
     PARTIAL: out is o_accum [S, T, h, 512] fp32 and lse is lse_accum [S, T, h] in log2; FILL_EMPTY writes O = 0 for a
     split without keys, else only its LSE. Otherwise num_splits is 1 and out, lse, scales, amax are the final outputs.
 
-    PDL: the combine may start while this kernel runs. The wait has no effect without the programmatic attribute, which
-    its own launch does not have (docs/decode_pipeline.md says why).
+    LAUNCH_DEPENDENTS: the combine may start while this kernel runs.
     """
-    if PDL:
-        if PARTIAL:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    if LAUNCH_DEPENDENTS:
+        tl.extra.cuda.gdc_launch_dependents()
 
     # This program's row, split and heads.
     HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H

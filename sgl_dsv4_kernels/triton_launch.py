@@ -148,7 +148,6 @@ def launch(
     even = all(cache.data_ptr() % 2 == 0 and cache.stride(0) % 2 == 0 for cache in caches)
     out_strides = out.stride()[:3] if partial else (0, *out.stride()[:2])
     lse_strides = lse.stride() if partial else (0, *lse.stride())
-    pdl = settings.pdl and capability[0] >= 9 and not interpret
     q_eps, q_freqs, q_positions = prologue
     scales, amax = done.scales, done.amax
     freqs, positions = done.freqs_cis, done.positions
@@ -221,7 +220,7 @@ def launch(
             HAS_SINK=done.attn_sink is not None,
             HAS_ROPE=freqs is not None,
             HAS_AMAX=amax is not None,
-            PDL=pdl,
+            LAUNCH_DEPENDENTS=partial and settings.pdl and capability[0] >= 9 and not interpret,
             INTERPRET=interpret,
             BLOCK_H=config.block_h,
             BLOCK_N=config.block_n,

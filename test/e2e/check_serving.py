@@ -63,6 +63,7 @@ from serving import (
     exit_on_sigterm,
     in_threads,
     port_is_free,
+    print_ended,
     random_prompt,
     start_all,
     stop_all,
@@ -570,9 +571,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parts(model, servers, checks[model])
     except ServingError as error:
         report.add("-", "servers answer", False, str(error))
-        for server in every:
-            if server.ended() and not server.stopped and server.log.exists():
-                print(f"{server.name} has ended\n{server.log_tail()}")
+        print_ended(every, sys.stdout)
     finally:
         stop_all(every)
     failed = [line for line in report.lines if line.startswith("FAILED")]
