@@ -1,10 +1,13 @@
 """What limits the sparse decode: how busy it keeps the units of the GPU, by Nsight Compute (ncu).
 
     python benchmark/decode_limits.py --csv decode_limits.csv
-    python benchmark/decode_limits.py --cells 64x1 8x128 --extra 1024
+    python benchmark/decode_limits.py --cells 64x1 8x128 64x32+0 --extra 1024
 
-A cell is HEADSxROWS: a problem as in bench_sparse_decode.py, backend sm90, automatic splits. All cells run in one
-process below ncu, each WARM_CALLS times unprofiled and then once profiled; launches keep their order.
+A cell is HEADSxROWS: a problem as in bench_sparse_decode.py, backend sm90, automatic splits, the call that
+bench_decode_chain.py times for a bf16 output, with the query's norm and RoPE and the inverse RoPE. HEADSxROWS+EXTRA has
+EXTRA keys of the second cache: none or few, as in layers that attend to the window alone or to few compressed tokens
+besides. All cells run in one process below ncu, each WARM_CALLS times unprofiled and then once profiled; launches keep
+their order.
 
 ncu replays every kernel for its counters, with --cache-control none (what fits stays in L2) and --clock-control none
 (sm_mhz is the clock that the GPU chose). A kernel runs alone, without programmatic launch: decode and combine do not
@@ -35,14 +38,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_calls, make_problem, random_cache
+from bench_decode_chain import POSITIONS, our_call
+from bench_sparse_decode import EXTRA_PAGE, MAIN_PAGE, make_problem, random_cache
 from common import Progress, comment, require_cuda, run_facts, write_csv
 
 from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels.settings import settings
+from sgl_dsv4_kernels.testing_decode import random_freqs
 
 CELLS = [f"64x{b}" for b in (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)]
-CELLS += [f"{heads}x{b}" for heads in (8, 16, 32, 128) for b in (1, 16, 64, 128)]
+CELLS += [f"{heads}x{b}" for heads in (8, 16, 32, 128) for b in (1, 4, 8, 16, 32, 64, 128)]
+CELLS += [f"64x{b}+{extra}" for extra in (0, 32) for b in (1, 8, 16, 32, 64)]
 WARM_CALLS = 20
 LIMIT_PCT = 60.0
 FULL_WAVES = 0.8
@@ -205,9 +211,12 @@ def run_cells(args: argparse.Namespace) -> None:
     settings.pdl = False  # a combine that finds its decode ended would prepare for nothing
     caches = random_cache(args.tokens, MAIN_PAGE), random_cache(args.tokens, EXTRA_PAGE)
     progress = Progress(len(args.cells))
-    for heads, b in args.cells:
-        progress.step(f"{heads} heads, {args.topk} + {args.extra} keys, b={b}")
-        call = make_calls(make_problem(caches, b, heads, args.topk, args.extra), ["sm90"], [], {})["auto"]
+    freqs = random_freqs(POSITIONS, torch.device("cuda"))
+    for heads, b, extra in args.cells:
+        progress.step(f"{heads} heads, {args.topk} + {extra} keys, b={b}")
+        problem = make_problem(caches, b, heads, args.topk, extra)
+        problem.options["backend"] = "sm90"
+        call = our_call(problem, (freqs, torch.randint(0, POSITIONS, (b,), device="cuda")), "bf16")
         for _ in range(WARM_CALLS):
             call()
         torch.cuda.synchronize()
@@ -217,9 +226,18 @@ def run_cells(args: argparse.Namespace) -> None:
         torch.cuda.profiler.stop()
 
 
-def cell(text: str) -> tuple[int, int]:
-    heads, b = map(int, text.split("x"))
-    return heads, b
+class Cell(NamedTuple):
+    heads: int
+    b: int
+    extra: int | None
+
+
+def cell(text: str) -> Cell:
+    match = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected HEADSxROWS or HEADSxROWS+EXTRA, got {text!r}")
+    heads, b, extra = match.groups()
+    return Cell(int(heads), int(b), None if extra is None else int(extra))
 
 
 def written(value: object, missing: str) -> str:
@@ -230,14 +248,17 @@ def written(value: object, missing: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=cell, nargs="+", default=list(map(cell, CELLS)), metavar="HEADSxROWS")
+    parser.add_argument("--cells", type=cell, nargs="+", default=list(map(cell, CELLS)), metavar="HEADSxROWS[+EXTRA]")
     parser.add_argument("--topk", type=int, default=128, help="keys of the first cache")
-    parser.add_argument("--extra", type=int, default=512, help="keys of the second cache, 0 for none")
+    parser.add_argument(
+        "--extra", type=int, default=512, help="keys of the second cache where a cell has none of its own, 0 for none"
+    )
     parser.add_argument("--tokens", type=int, default=200_000, help="of each cache")
     parser.add_argument("--ncu", default="ncu", help="its path")
     parser.add_argument("--csv", type=Path, metavar="PATH")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.cells = [c._replace(extra=args.extra if c.extra is None else c.extra) for c in args.cells]
     require_cuda()
     torch.manual_seed(0)
     if args.child:
@@ -248,15 +269,25 @@ def main() -> int:
         return 2
     facts, sms = run_facts(), torch.cuda.get_device_properties(0).multi_processor_count
     expected = []
-    for heads, b in args.cells:
-        plan = sm90_decode.choose_plan(b, heads, args.topk + args.extra, sms)
-        shape = {"heads": heads, "topk": args.topk, "extra": args.extra, "b": b, **plan._asdict()}
+    for heads, b, extra in args.cells:
+        plan = sm90_decode.choose_plan(b, heads, args.topk + extra, sms)
+        shape = {"heads": heads, "topk": args.topk, "extra": extra, "b": b, **plan._asdict()}
         expected += [shape | {"kernel": kernel} for kernel in ("decode", "combine")[: min(plan.num_splits, 2)]]
     launches = profile(args.ncu, sys.argv[1:])
     if [launch.kernel for launch in launches] != [shape["kernel"] for shape in expected]:
         sys.exit(f"decode_limits.py: expected {len(expected)} kernels, got {len(launches)} or others")
     rows = [shape | make_row(launch, sms) for shape, launch in zip(expected, launches, strict=True)]
-    columns = {"heads": 5, "b": 4, "kernel": 8, "block_heads": 12, "num_splits": 11, "blocks": 7, "us": 7, "sm_mhz": 8}
+    columns = {
+        "heads": 5,
+        "b": 4,
+        "extra": 6,
+        "kernel": 8,
+        "block_heads": 12,
+        "num_splits": 11,
+        "blocks": 7,
+        "us": 7,
+        "sm_mhz": 8,
+    }
     columns |= {"occupancy_pct": 14, "tensor_pct": 11, "shared_pct": 11, "issue_pct": 10}
     columns |= {"l2_pct": 7, "l2_gb_per_s": 12, "dram_pct": 9, "dram_gb_per_s": 14}
     print(f"{comment(facts)}\n" + "".join(f"{c:>{width}}" for c, width in columns.items()) + "  limit | stalls, %")

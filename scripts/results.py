@@ -148,11 +148,13 @@ def profile_table(rows: list[Row]) -> list[str]:
 def limits_table(rows: list[Row]) -> list[str]:
     """A line for each kernel; percentages are whole."""
     percent = ("tensor_pct", "shared_pct", "issue_pct", "l2_pct", "dram_pct")
+    headings = ["heads", "rows", "keys", "kernel", "blocks", "us", "tensor", "shared", "issue", "L2", "DRAM", "limit"]
     return table(
-        ["heads", "rows", "kernel", "blocks", "us", "tensor", "shared", "issue", "L2", "DRAM", "limit", "stalls"],
+        [*headings, "stalls"],
         (
             [
-                *(row[column] for column in ("heads", "b", "kernel", "blocks")), number(row["us"]),
+                row["heads"], row["b"], f"{row['topk']} + {row['extra']}", row["kernel"], row["blocks"],
+                number(row["us"]),
                 *(number(row[column], 0) for column in percent), row["limit"], row["stalls"] or "-",
             ]
             for row in rows
@@ -295,9 +297,9 @@ STORE_TEXT = """Median us, L2 flushed before each run, **ours / SGLang's kernel 
 launch and events, 2 to 5 us by machine, are in every figure."""
 DECODE_TEXT = """Median us, **ours / FlashMLA's Hopper kernel** (fewer than 64 heads padded to 64, as SGLang does).
 Warm: per call of a graph of 20. Cold: one call, L2 flushed before."""
-LIMITS_TEXT = """Each kernel alone under Nsight Compute, L2 warm, clocks not fixed: percent of what a unit can do
-(tensor, shared memory, issue slots: while an SM has warps), and the three largest stalls' shares of the warps' time.
-Limit: the unit that is used most, if that is 60 % or more, otherwise latency."""
+LIMITS_TEXT = """The kernels of a layer's chain, each alone under Nsight Compute, L2 warm, clocks not fixed: percent of
+what a unit can do (tensor, shared memory, issue slots: while an SM has warps), and the three largest stalls' shares of
+the warps' time. Limit: the unit that is used most, if that is 60 % or more, otherwise latency."""
 CHAIN_TEXT = """A layer between the query's projection and wo_a: **ours**, one `sparse_decode` with the query's norm and
 RoPE, inverse RoPE and output, **/ stock** (ratio), SGLang's query kernel, FlashMLA's two, SGLang's inverse RoPE and,
 for an FP8 wo_a, its quantisation. Median us of a chain in a graph of 20, without FlashMLA's scheduler metadata. Among

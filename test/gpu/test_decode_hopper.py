@@ -240,6 +240,35 @@ def test_every_nan(heads):
         assert not o[0, :255][others].isnan().any()
 
 
+@pytest.mark.parametrize("tile", [0, 1, 2])
+def test_scales_and_codes_of_any_tile(block_heads, tile):
+    """Small, large and NaN scales and NaN codes of one key among 192 with equal weights, wherever it stands."""
+    problem = td.random_problem(1, 64, 192, device=DEVICE, lengths=192, invalid=0.0, sink=False, seed=tile)
+    problem.q.zero_()
+    cache, page_size = problem.main.cache, problem.main.page_size
+    page, place = divmod(int(problem.main.indices[0, 64 * tile + 37]), page_size)
+    group, scale_at = 3, CacheLayout.V4.scale_offset(page_size) + place * 8
+
+    def partial() -> torch.Tensor:
+        return dk.sparse_decode_partial(**problem.arguments(), num_splits=1, backend="sm90")[0][0, 0]
+
+    for e in (0, 6, 134, 135, 160):
+        cache[page, scale_at + group] = e
+        want, _ = reference.sparse_decode_partial(
+            problem.q, problem.main, problem.extra, num_splits=1, dtype=torch.float64
+        )
+        for first in range(0, 512, 64):
+            one = slice(first, first + 64)
+            mine, theirs = partial()[:, one].double(), want[0, 0, :, one]
+            assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max(), (e, first)
+    cache[page, scale_at + group] = 255
+    assert partial().isnan().all()
+    cache[page, scale_at + group] = 120
+    assert not partial().isnan().any()
+    cache[page, place * 576 + 64 * group + 5] = 0xFF
+    assert partial().isnan().all()
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 def test_scores_far_below_the_largest(block_heads, heads):
     """Tiles more than 2^16 below an earlier one, and above a later one: the bound on the unit of a tile."""

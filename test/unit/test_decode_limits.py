@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import types
 from pathlib import Path
@@ -76,6 +77,25 @@ def test_rows():
 def test_limit(changes, text):
     row = dict.fromkeys(decode_limits.UNITS) | {"blocks": 256, "sms": 132, "waves": None}
     assert decode_limits.limit(row | changes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"), [("64x32", (64, 32, None)), ("8x1+0", (8, 1, 0)), ("64x256+1024", (64, 256, 1024))]
+)
+def test_cell(text, cell):
+    assert decode_limits.cell(text) == cell
+
+
+@pytest.mark.parametrize("text", ["64", "64x", "64x1+", "x1", "64x1+32+1", "64x-1"])
+def test_a_cell_that_is_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected HEADSxROWS or HEADSxROWS"):
+        decode_limits.cell(text)
+
+
+def test_cells_by_default():
+    cells = [decode_limits.cell(text) for text in decode_limits.CELLS]
+    assert len(set(cells)) == len(cells)
+    assert all(heads in (8, 16, 32, 64, 128) for heads, _, _ in cells)
 
 
 @pytest.fixture

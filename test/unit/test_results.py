@@ -118,8 +118,8 @@ def test_limits_are_a_section_where_they_were_measured(results, tmp_path):
     text = results.results()
     assert "## What limits the decode\nG, torch 2, driver 5, commit abc, 2026-01-01.\n[decode_limits.csv](" in text
     numbers = "| 40 | 5.0 | 10 | 31 | 12 | 4 | - | latency (most: L2 4 %) |"
-    assert f"| 64 | 1 | decode {numbers} long_scoreboard 50; wait 9 |" in text
-    assert f"| 64 | 1 | combine {numbers} - |" in text
+    assert f"| 64 | 1 | 128 + 512 | decode {numbers} long_scoreboard 50; wait 9 |" in text
+    assert f"| 64 | 1 | 128 + 512 | combine {numbers} - |" in text
 
 
 def test_readme_figures(results, tmp_path):
