@@ -125,6 +125,35 @@ def serving_table(rows: list[Row]) -> list[str]:
     return table([heading for heading, _ in columns.values()], lines)
 
 
+def saving_table(serving: list[Row], profile: list[Row]) -> list[str]:
+    """What the kernels save of a decode step's GPU time, and how much of it a user's time per token falls by."""
+    replaced = {row["concurrency"]: row for row in profile if row["group"] == "replaced"}
+    lines = []
+    for row in serving:
+        if row["concurrency"] not in replaced:
+            continue
+        before, after = (float(replaced[row["concurrency"]][f"{side}_us_per_step"]) for side in ("stock", "patched"))
+        token, patched_token = (float(row[f"{side}_tpot_ms"]) * 1e3 for side in ("stock", "patched"))
+        saved, arrives = before - after, token - patched_token
+        cells = f"{before:.1f} {after:.1f} {after / before:.3f} {saved:.0f} {arrives:.0f} {100 * arrives / saved:.0f}"
+        lines.append([row["concurrency"], *cells.split(), f"{100 * before / token:.1f}"])
+    headings = [
+        "concurrency",
+        "replaced kernels, stock, us",
+        "patched",
+        "ratio",
+        "saved, us",
+        "a token is shorter by, us",
+    ]
+    return table([*headings, "share, %", "replaced of stock's token, %"], lines)
+
+
+def serving_tables(rows: list[Row]) -> list[str]:
+    profile = read("serving_profile.csv")
+    saving = ["", *SAVING_TEXT.split("\n"), "", *saving_table(rows, profile)] if profile else []
+    return [*serving_table(rows), *saving]
+
+
 def metadata_times() -> str:
     """Microseconds of FlashMLA's metadata kernel in the profiles, "" without one."""
     rows = [row for row in read("serving_profile.csv") if row["group"] == "metadata"]
@@ -309,6 +338,9 @@ SERVING_TEXT = """A 6-layer model of DeepSeek-V4-Flash's layer shapes with dummy
 client sees it, from the first token of all requests on, medians over rounds in the order stock, patched, patched,
 stock. Spread: the larger interquartile range of the two; a ratio that is nearer to 1 than that says nothing. Low
 ratio: of the least disturbed requests."""
+SAVING_TEXT = """The kernels that the plugin replaces, by the profile below, and what a user gets of their saving: the
+share by which a token becomes shorter (above 100 %: launches and gaps go too). For another model: the part of a token
+that these kernels take there (last column, here), times 1 - ratio, times the share."""
 TWO_RANKS_TEXT = """A small model with dummy weights, time per output token as above, no other server beside these two.
 The host limits them: a token takes 1.3 to 3.2 times its GPU time, and patched as long as stock, or up to 12 % longer.
 Five servers side by side (last table of this page) do not show that: two stock ones are up to 6 % apart there, and
@@ -335,7 +367,7 @@ def results() -> str:
         *section("decode_limits.csv", "What limits the decode", "decode_limits.py", LIMITS_TEXT, limits_table),
         *section("decode_chain.csv", "A layer's chain", "bench_decode_chain.py", CHAIN_TEXT, chain_tables),
         *section("combine.csv", "Combine kernel", "bench_combine.py", "Median us.", combine_table),
-        *section("serving.csv", "Serving", "bench_serving.py", SERVING_TEXT, serving_table),
+        *section("serving.csv", "Serving", "bench_serving.py", SERVING_TEXT, serving_tables),
         *section("serving_profile.csv", "A decode step", "bench_serving.py", PROFILE_TEXT, profile_table),
         *two_rank_sections(),
     ]  # fmt: skip

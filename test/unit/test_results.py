@@ -106,6 +106,21 @@ def test_serving_table_has_the_low_ratio_where_it_was_measured(results):
     assert line == "| 8 | 7 | 2.000 | 1.500 | 0.750 | 0.740 | 3.2 | 1.300 |"
 
 
+def test_what_of_the_saving_arrives(results, tmp_path):
+    serving = [{"concurrency": c, "stock_tpot_ms": "2.0", "patched_tpot_ms": "1.9"} for c in ("1", "8")]
+    profile = [{"concurrency": "8", "group": group} for group in ("other", "replaced")]
+    for row in profile:
+        row |= {"stock_us_per_step": "200", "patched_us_per_step": "75"}
+    assert results.saving_table(serving, profile)[2:] == ["| 8 | 200.0 | 75.0 | 0.375 | 125 | 100 | 80 | 10.0 |"]
+    full = [
+        row | {"rounds": "7", "tpot_ratio": "0.95", "tpot_spread_percent": "1", "throughput_ratio": "1"}
+        for row in serving
+    ]
+    assert len(results.serving_tables(full)) == 4  # no profile, no saving
+    write(tmp_path, "serving_profile.csv", [row | {"concurrency": "1"} for row in profile])
+    assert results.serving_tables(full)[-1].startswith("| 1 | 200.0 |")
+
+
 def limits_row(**changed):
     row = {"heads": "64", "topk": "128", "extra": "512", "b": "1", "kernel": "decode", "blocks": "40", "us": "5.04"}
     row |= {"tensor_pct": "9.6", "shared_pct": "31.2", "issue_pct": "12.0", "l2_pct": "4.4", "dram_pct": ""}
