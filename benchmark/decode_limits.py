@@ -277,18 +277,8 @@ def main() -> int:
     if [launch.kernel for launch in launches] != [shape["kernel"] for shape in expected]:
         sys.exit(f"decode_limits.py: expected {len(expected)} kernels, got {len(launches)} or others")
     rows = [shape | make_row(launch, sms) for shape, launch in zip(expected, launches, strict=True)]
-    columns = {
-        "heads": 5,
-        "b": 4,
-        "extra": 6,
-        "kernel": 8,
-        "block_heads": 12,
-        "num_splits": 11,
-        "blocks": 7,
-        "us": 7,
-        "sm_mhz": 8,
-    }
-    columns |= {"occupancy_pct": 14, "tensor_pct": 11, "shared_pct": 11, "issue_pct": 10}
+    columns = {"heads": 5, "b": 4, "extra": 6, "kernel": 8, "block_heads": 12, "num_splits": 11, "blocks": 7}
+    columns |= {"us": 7, "sm_mhz": 8, "occupancy_pct": 14, "tensor_pct": 11, "shared_pct": 11, "issue_pct": 10}
     columns |= {"l2_pct": 7, "l2_gb_per_s": 12, "dram_pct": 9, "dram_gb_per_s": 14}
     print(f"{comment(facts)}\n" + "".join(f"{c:>{width}}" for c, width in columns.items()) + "  limit | stalls, %")
     for row in rows:

@@ -51,8 +51,8 @@ StoreKernel select_kernel(const StoreConfig& c) {
 
 // K = 1 while its blocks of 256 threads all run at once: 8 an SM where an SM holds 2048 threads (sm_80, sm_90, sm_100),
 // 6 where it holds 1536 (sm_86, sm_89, sm_120). Up to there a row is quicker through: on an H200, 132 SMs and so 1056
-// rows, 4.4 against 5.2 us for one row and 6.2 against 6.7 for 1024. A second wave costs more than the longer latency
-// of a warp: 7.8 against 7.2 us for 2048 (benchmark/results/h200/norm_rope_store.csv, main, v4).
+// rows, 4.4 against 5.0 us for one row and 6.1 against 6.5 for 1024. A second wave costs more than the longer latency
+// of a warp: 7.7 against 7.0 us for 2048 (benchmark/results/h200/norm_rope_store.csv, main, v4).
 int choose_tokens_per_block(int64_t num_tokens, int sm_count, int threads_per_sm) {
   const int64_t rows_at_once = static_cast<int64_t>(threads_per_sm / kBlockThreads) * sm_count;
   return num_tokens > rows_at_once ? kWarpTokensPerBlock : 1;

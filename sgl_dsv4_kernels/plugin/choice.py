@@ -2,7 +2,7 @@
 
 The choice is by rows and heads of a step alone, never by layer: the three scheduler-metadata launches of FlashMLA
 (26 to 32 us each, once a step) go away only if no layer of the step calls it. Beside that, a call of ours saves the
-query's norm and RoPE (2.2 to 3.2 us) and the inverse RoPE (1.4 to 2.3 us). All of it comes on top of what follows,
+query's norm and RoPE (2.2 to 3.4 us) and the inverse RoPE (1.3 to 2.1 us). All of it comes on top of what follows,
 FlashMLA's time over ours on an H200, 128 + 512 keys, 8 to 32 heads padded to 64 for FlashMLA:
 
     rows                      1     4     8    16    32    64    96   128   256
