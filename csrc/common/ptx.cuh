@@ -44,6 +44,9 @@ __device__ __forceinline__ void keep(T*& value) {
 __device__ __forceinline__ void keep(int& value) {
   asm volatile("" : "+r"(value));
 }
+__device__ __forceinline__ void keep(uint32_t& value) {
+  asm volatile("" : "+r"(value));
+}
 
 // PTX ISA, "setmaxnreg" (sm_90a): moves the register limit of this warp; every warp of a warpgroup executes it, and the
 // sum over the block's warps must not exceed what the block was launched with, or the increase waits for ever.
@@ -137,6 +140,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void st_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+__device__ __forceinline__ void st_shared(uint32_t address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
 __device__ __forceinline__ void st_shared(uint32_t address, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v), "f"(w) : "memory");
 }
@@ -155,9 +161,42 @@ __device__ __forceinline__ uint4 ld_shared(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t ld_shared_8(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t ld_shared_32(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 ld_shared_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+// PTX ISA, "ldmatrix": four 8 x 8 matrices of 16-bit values; lane 8 i + r names where row r of matrix i begins (16
+// bytes). Transposed: lane l gets, of each matrix, the values of column l / 4 in rows 2 (l % 4) and the next.
+__device__ __forceinline__ uint4 ldmatrix_trans(uint32_t address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 // PTX ISA, "cp.async": 16 bytes from global to shared memory without registers; zeros, and no access, if not wanted.
 __device__ __forceinline__ void cp_async_16_if(bool wanted, uint32_t address, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
+// 8 bytes; they may stay in the L1 too.
+__device__ __forceinline__ void cp_async_8_if(bool wanted, uint32_t address, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(from), "r"(wanted ? 8 : 0)
                : "memory");
 }
 
@@ -169,6 +208,12 @@ __device__ __forceinline__ void cp_async_commit() {
 template <int kLater>
 __device__ __forceinline__ void cp_async_wait_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
+
+// PTX ISA, "cp.async.mbarrier.arrive": an arrival of this thread, one of those that the barrier counts, once all its
+// cp.async so far have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Waits for all of this thread's cp.async.
@@ -189,6 +234,11 @@ __device__ __forceinline__ void fence_proxy_async() {
 // that meet come from different places of the program.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// PTX ISA, "barrier.arrive": counts for the barrier of `threads` threads without waiting.
+__device__ __forceinline__ void bar_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // PTX ISA, "mbarrier": a phase ends when `arrivals` threads have arrived. A wait names the parity of the phase whose
@@ -262,6 +312,47 @@ __device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
+}
+
+// PTX ISA, "cvt.rn.f16x2.e4m3x2" (sm_89): exact; the code in the low byte becomes the low half. `codes`: which two of
+// the four.
+__device__ __forceinline__ uint32_t low_e4m3x2_to_f16x2(uint32_t codes) {
+  uint32_t pair;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n" : "=r"(pair) : "r"(codes));
+  return pair;
+}
+__device__ __forceinline__ uint32_t high_e4m3x2_to_f16x2(uint32_t codes) {
+  uint32_t pair;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}\n"
+      : "=r"(pair)
+      : "r"(codes));
+  return pair;
+}
+
+// PTX ISA, "cvt.rn.f16x2.f32": `low` in the low half.
+__device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// ---- products of a warp ----
+
+// PTX ISA, "mma.m16n8k16": c += a b. Lane l = 4 g + p has c in rows g and g + 8, columns 2 p and the next; a in rows g,
+// g + 8, g, g + 8, columns 2 p and the next, the last two 8 columns on; b in rows 2 p and the next, and 8 on, column g.
+__device__ __forceinline__ void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                        uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 }  // namespace sgl_dsv4::ptx

@@ -227,15 +227,53 @@ def test_tile_layout(tmp_path):
 
 @needs_compiler
 @pytest.mark.parametrize("heads", [8, 16, 32])
-def test_few_heads_layouts(tmp_path, heads):
-    loops = f"""
-    for (int h = 0; h < {heads}; ++h) for (int c = 0; c < 512; ++c) std::printf("%d\\n", q_offset(h, c, {heads}));
-    for (int h = 0; h < {heads}; ++h) for (int k = 0; k < 64; ++k) std::printf("%d\\n", weight_offset(k, h));"""
-    lines = [line[0] for line in run_cpp(tmp_path, loops)]
-    q, weights = lines[: heads * 512], lines[heads * 512 :]
+def test_query_layout(tmp_path, heads):
+    """A lane of 8 heads reads two chunks, 8 channels apart, of the RoPE part 32: one bit of the address."""
+    loops = (
+        f"for (int h = 0; h < {heads}; ++h) for (int c = 0; c < 512; ++c) "
+        f'std::printf("%d\\n", q_offset(h, c, {heads}));'
+    )
+    q = [line[0] for line in run_cpp(tmp_path, loops)]
     assert q == [swizzled(c // 64 * heads * 128 + h * 128 + c % 64 * 2) for h in range(heads) for c in range(512)]
+    for head in range(heads):
+        row = q[512 * head : 512 * head + 512]
+        assert all(row[c + 8] == row[c] ^ 16 for c in range(0, 448, 16))
+        assert all(row[c + 32] == row[c] ^ 64 for c in range(448, 480, 8))
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [16, 32])
+def test_few_heads_weights(tmp_path, heads):
+    loops = f'for (int h = 0; h < {heads}; ++h) for (int k = 0; k < 64; ++k) std::printf("%d\\n", weight_offset(k, h));'
+    weights = [line[0] for line in run_cpp(tmp_path, loops)]
     # Core matrices of 8 keys x 8 heads, 16 bytes a key, without swizzle: keys first, then heads.
     assert weights == [h // 8 * 1024 + k // 8 * 128 + k % 8 * 16 + h % 8 * 2 for h in range(heads) for k in range(64)]
+
+
+@needs_compiler
+def test_raw_rows(tmp_path):
+    """Eight neighbouring rows hit all banks with the same chunk, as eight lanes with four chunks of two rows do."""
+    lines = run_cpp(
+        tmp_path, 'for (int r = 0; r < 64; ++r) for (int c = 0; c < 36; ++c) std::printf("%d\\n", raw_offset(r, c));'
+    )
+    chunks = [line[0] // 16 for line in lines]
+    at = [chunks[36 * row : 36 * row + 36] for row in range(64)]
+    assert sorted(chunks) == list(range(64 * 36))
+    for row in range(0, 64, 8):
+        for chunk in range(36):
+            assert len({at[row + i][chunk] % 8 for i in range(8)}) == 8
+    for row in range(0, 64, 2):
+        for chunk in range(0, 36, 4):
+            assert len({at[row + i][chunk + j] % 8 for i in range(2) for j in range(4)}) == 8
+
+
+@needs_compiler
+def test_places_of_weights(tmp_path):
+    places = [
+        line[0] for line in run_cpp(tmp_path, 'for (int k = 0; k < 64; ++k) std::printf("%d\\n", weight_place(k));')
+    ]
+    assert places == [k % 8 // 2 * 16 + k // 8 * 2 + k % 2 for k in range(64)]
+    assert sorted(places) == list(range(64))
 
 
 @needs_compiler
@@ -255,12 +293,15 @@ def test_fits_and_is_aligned(tmp_path):
     body = """
     std::printf("%zu %zu %zu %zu\\n", sizeof(SharedMemory), offsetof(SharedMemory, keys),
                 offsetof(SharedMemory, weights), offsetof(SharedMemory, barriers));
-    std::printf("%zu %zu %zu %zu\\n", sizeof(FewHeadsSharedMemory<8>), sizeof(FewHeadsSharedMemory<16>),
-                sizeof(FewHeadsSharedMemory<32>), offsetof(FewHeadsSharedMemory<8>, q));"""
-    sizes, few = run_cpp(tmp_path, body)
+    std::printf("%zu %zu %zu %zu\\n", sizeof(EightHeadsSharedMemory), sizeof(FewHeadsSharedMemory<16>),
+                sizeof(FewHeadsSharedMemory<32>), offsetof(FewHeadsSharedMemory<16>, q));
+    std::printf("%zu %zu %zu %zu\\n", sizeof(RawTile), offsetof(EightHeadsSharedMemory, tiles),
+                offsetof(EightHeadsSharedMemory, q), offsetof(EightHeadsSharedMemory, full));"""
+    sizes, few, eight = run_cpp(tmp_path, body)
     assert max(sizes[0], *few[:3]) <= 227 * 1024
     assert all(offset % 1024 == 0 for offset in (sizes[1], sizes[2], few[3]))
-    assert sizes[3] % 8 == 0
+    assert all(place % 128 == 0 for place in eight[:3])
+    assert sizes[3] % 8 == eight[3] % 8 == 0
 
 
 @needs_compiler

@@ -1,4 +1,5 @@
-// What the consuming warpgroups of both kernels share: barriers, places, the unit of weights, the query.
+// What the consuming warpgroups of 16, 32 and 64 heads a block share: barriers, places, the unit of weights, the query.
+// 8 heads take the unit and the addresses of the query.
 #pragma once
 
 #include <cstdint>

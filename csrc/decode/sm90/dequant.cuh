@@ -8,7 +8,8 @@
 // are noticed, and mended outside of the usual path, as is the scale byte 255, NaN.
 //
 // Codes 0x7f and 0xff are NaN. They too are only noticed: one NaN anywhere in a row makes all scores of that key NaN,
-// and with them the whole result, so one is stored where it is cheap.
+// and with them the whole result, so one is stored where it is cheap. (8 heads a block: eight_heads.cuh takes from here
+// the placing and the factors.)
 #pragma once
 
 #include <cstdint>
@@ -19,6 +20,8 @@ namespace sgl_dsv4::sm90 {
 
 inline constexpr uint32_t kLargestSingleScale = 134;
 inline constexpr uint32_t kNanPair = 0x7fff7fffu;
+inline constexpr uint32_t kPlacedPair = 0x87f087f0u;  // the bits of two placed codes
+inline constexpr uint32_t kOneBf16 = 0x3f80u;
 
 // 2^(e - 7) twice, e <= kLargestSingleScale.
 __device__ __forceinline__ uint32_t scale_pair(uint32_t e) {
@@ -44,7 +47,7 @@ __device__ __forceinline__ bool has_large_scale(uint2 scales) {
 // Four codes times 2^-120 as two pairs of bf16. A code spread to 16 bits by its sign, times 16, has everything where it
 // belongs, and copies of the sign in the bits that are then cleared.
 __device__ __forceinline__ uint2 place_codes(uint32_t codes) {
-  return make_uint2(ptx::prmt<0x9180>(codes) * 16 & 0x87f087f0u, ptx::prmt<0xb3a2>(codes) * 16 & 0x87f087f0u);
+  return make_uint2(ptx::prmt<0x9180>(codes) * 16 & kPlacedPair, ptx::prmt<0xb3a2>(codes) * 16 & kPlacedPair);
 }
 
 // Eight codes times the first factor of their scale.

@@ -1,4 +1,4 @@
-// The consuming warpgroups for 8, 16 or 32 heads a block: keys are rows and heads are columns, so that no part of a
+// The consuming warpgroups for 16 or 32 heads a block: keys are rows and heads are columns, so that no part of a
 // product is padding. S^T = K Q^T, online softmax down the columns, O^T += V^T P^T.
 //
 // Warpgroup 0 computes the scores of a tile (64 keys x kHeads) and puts the weights, as bf16, and the heads' decay into

@@ -1,4 +1,5 @@
-// The gathering warpgroups: index lists -> rows of the cache -> bf16 tiles in shared memory.
+// The gathering warpgroups: index lists -> rows of the cache -> bf16 tiles in shared memory. (8 heads a block: only the
+// way from index lists to rows, eight_heads.cuh copies these as they are.)
 //
 // A warp has 8 keys of every tile, 4 lanes a key. One copy instruction takes 64 consecutive bytes of each of its 8
 // rows: nine of them are a row, the first seven one scale group each, the last two the RoPE part. Raw chunks come
@@ -49,7 +50,7 @@ __device__ __forceinline__ int gather_key() {
   return (static_cast<int>(threadIdx.x) - kConsumerThreads) / kLanesPerKey;
 }
 
-__device__ __forceinline__ Guess guess_keys(const DecodeParams& p, const Part& part) {
+__device__ __forceinline__ Guess guess_keys(const DecodeParams& p, const Part& part, int key) {
   const int width = p.source[0].width, extra_width = p.source[1].width;
   const RowBlocks row = row_blocks(width, width, extra_width, extra_width);
   const BlockRange range = my_tiles(p, row, part.split);
@@ -57,7 +58,7 @@ __device__ __forceinline__ Guess guess_keys(const DecodeParams& p, const Part& p
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     guess.keys[i] = key_block(row, range.begin + i);
-    const int at = guess.keys[i].begin + gather_key();
+    const int at = guess.keys[i].begin + key;
     const Source& source = p.source[guess.keys[i].extra];
     const bool any = range.begin + i < range.end && at < guess.keys[i].end;
     guess.at[i] = any ? source.indices + part.token * source.stride_indices + at : nullptr;

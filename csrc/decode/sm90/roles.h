@@ -21,12 +21,27 @@ inline constexpr int kGatherRegisters = 48;
 static_assert(kTileThreads * kLaunchRegisters <= 65536 &&
               kScoreRegisters + 2 * kValueRegisters + 2 * kGatherRegisters <= 5 * kLaunchRegisters);
 
-// With few heads all of O is in warpgroup 1, and warpgroup 0 keeps what it gets.
+// With 16 or 32 heads all of O is in warpgroup 1, and warpgroup 0 keeps what it gets.
 inline constexpr int kFewLaunchRegisters = 128;
 inline constexpr int kFewValueRegisters = 176;
 inline constexpr int kFewGatherRegisters = 112;
 inline constexpr int kFewScoreRegisters = kFewGatherRegisters;
 static_assert(kThreads * kFewLaunchRegisters <= 65536 &&
               kFewScoreRegisters + kFewValueRegisters + 2 * kFewGatherRegisters <= 4 * kFewLaunchRegisters);
+
+// With 8 heads four warpgroups compute scores and add to O, one copies rows, one makes weights of scores.
+inline constexpr int kEightHeads = 8;
+inline constexpr int kAttendWarps = 16;
+inline constexpr int kCopyWarps = 4;
+inline constexpr int kWeighWarps = 4;
+inline constexpr int kAttendThreads = kAttendWarps * 32;
+inline constexpr int kEightHeadsThreads = kAttendThreads + (kCopyWarps + kWeighWarps) * 32;
+inline constexpr int kEightHeadsLaunchRegisters = 80;
+inline constexpr int kAttendRegisters = 96;
+inline constexpr int kCopyRegisters = 48;
+inline constexpr int kWeighRegisters = 48;
+static_assert(kEightHeadsThreads * kEightHeadsLaunchRegisters <= 65536 &&
+              kAttendWarps * kAttendRegisters + kCopyWarps * kCopyRegisters + kWeighWarps * kWeighRegisters <=
+                  kEightHeadsThreads / 32 * kEightHeadsLaunchRegisters);
 
 }  // namespace sgl_dsv4::sm90

@@ -31,14 +31,14 @@ SGL_DSV4_HOST_DEVICE constexpr int tile_offset(int row, int channel) {
   return channel / kBlockChannels * kBlockBytes + row * kRowBytes + (chunk ^ row % 8) * 16 + channel % 8 * 2;
 }
 
-// With few heads Q has fewer rows: byte offset of (head, channel) in a block of `heads` rows, a multiple of 8.
+// With 8, 16 or 32 heads Q has fewer rows: byte offset of (head, channel) in a block of `heads` rows, a multiple of 8.
 SGL_DSV4_HOST_DEVICE constexpr int q_offset(int head, int channel, int heads) {
   const int chunk = channel % kBlockChannels / 8;
   return channel / kBlockChannels * heads * kRowBytes + head * kRowBytes + (chunk ^ head % 8) * 16 + channel % 8 * 2;
 }
 
-// With few heads weights are stored key by key: groups of 8 keys x 8 heads are 128 consecutive bytes, 16 a key. All
-// groups of a tile's 64 keys follow each other, then those of the next 8 heads.
+// With 16 or 32 heads weights are stored key by key: groups of 8 keys x 8 heads are 128 consecutive bytes, 16 a key.
+// All groups of a tile's 64 keys follow each other, then those of the next 8 heads.
 inline constexpr int kWeightGroupBytes = 8 * 16;
 SGL_DSV4_HOST_DEVICE constexpr int weight_offset(int key, int head) {
   return (head / 8 * (kTileKeys / 8) + key / 8) * kWeightGroupBytes + key % 8 * 16 + head % 8 * 2;
@@ -98,8 +98,8 @@ struct alignas(1024) SharedMemory {
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + kBlockBytes);
 
-// The same for few heads, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four pairs
-// of heads.
+// The same for 16 or 32 heads, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four
+// pairs of heads.
 inline constexpr int kFewResultPitch = kHeadDim + 4;
 
 template <int kHeads>
@@ -119,5 +119,57 @@ struct alignas(1024) FewHeadsSharedMemory {
   Barriers barriers;
 };
 static_assert(sizeof(FewHeadsSharedMemory<32>) <= 227 * 1024);
+
+// ---- 8 heads: raw rows ----
+
+inline constexpr int kRawStages = 4;
+inline constexpr int kRawRowBytes = V4Layout::kDataBytes;
+inline constexpr int kRopeChunk = V4Layout::kRopeOffset / 16;
+inline constexpr int kCopyKeys = kTileKeys / kCopyWarps;  // of a copying warp
+
+// Byte offset of 16-byte chunk `chunk` of row `key` in a tile of raw rows. Rows start at banks 0 and 16 in turn; within
+// 64 bytes chunks are exchanged so that the same chunk of eight neighbouring rows hits all banks.
+SGL_DSV4_HOST_DEVICE constexpr int raw_offset(int key, int chunk) {
+  return key * kRawRowBytes + (chunk & ~3) * 16 + ((chunk ^ key >> 1) & 3) * 16;
+}
+
+// Place of key `key` in a row of weights: lane 4 g + c of a product needs keys 8 m + 2 c and the next, for all m, and
+// finds them one after the other.
+SGL_DSV4_HOST_DEVICE constexpr int weight_place(int key) {
+  return key % 8 / 2 * (kTileKeys / 4) + key / 8 * 2 + key % 2;
+}
+
+// At a multiple of 128 bytes: elsewhere 64 bytes of a row cross from one line of all banks into the next, and the
+// copies take twice the accesses to shared memory (a copy instruction of the loop, 128 blocks of ten tiles: 71680
+// instead of 36864; 64 rows unsplit: 17.7 us instead of 15.4).
+struct alignas(128) RawTile {
+  uint8_t rows[kTileKeys * kRawRowBytes];
+  uint8_t scales[kTileKeys][V4Layout::kScaleBytes];
+  uint16_t factors[kNumScales + 1][kTileKeys];  // bf16, the first factor of each scale, at weight_place(key)
+  uint16_t attended[kCopyWarps];                // bit i of word w: key 16 w + i
+  bool large[kWeighWarps];                      // a scale that the warp has seen needs a second factor
+};
+
+// Pitches of 4 words modulo 32: scores and results are stored as those of few heads, weights loaded 16 bytes a lane.
+// Q at a multiple of 128 bytes: the addresses of the two chunks that a lane loads then differ in one bit.
+struct alignas(128) EightHeadsSharedMemory {
+  RawTile tiles[kRawStages];
+  union {
+    struct {
+      uint8_t q[kEightHeads * kHeadDim * 2];
+      float scores[2][4][kEightHeads][kTileKeys + 4];  // of each quarter of the channels
+    };
+    float results[kEightHeads][kFewResultPitch];
+  };
+  uint16_t weights[2][kEightHeads][kTileKeys + 8];  // P as bf16, at weight_place(key)
+  float decay[2][kEightHeads];                      // what O is multiplied by before P V is added
+  float q_scale[kEightHeads];                       // 2^e, what the head was divided by
+  float inverse[kEightHeads];
+  float factor[kEightHeads];
+  float rotation[kRopeDim];
+  uint64_t full[kRawStages];
+  uint64_t weights_full[2];
+};
+static_assert(sizeof(EightHeadsSharedMemory) <= 227 * 1024);
 
 }  // namespace sgl_dsv4::sm90

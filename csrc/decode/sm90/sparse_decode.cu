@@ -1,5 +1,5 @@
-// The Hopper decode kernels, warp-specialised: a block has one row, one split and 64 heads (attend.cuh), or 8, 16 or 32
-// (few_heads.cuh).
+// The Hopper decode kernels, warp-specialised: a block has one row, one split and 64 heads (attend.cuh), 16 or 32
+// (few_heads.cuh), or 8 (eight_heads.cuh, whose head comment has its roles and barriers). Of 16, 32 and 64 heads:
 //
 //   index lists -> cp.async ring -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys
 //   keys -> 1 warpgroup: scores, softmax -> weights, decay -> 2 warpgroups (few heads: 1): O = O decay + P V
@@ -21,8 +21,9 @@
 // would include their own accesses under way.
 //
 // Shared memory at 64 heads, of 227 KiB: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, decay, masks. At 32
-// heads: two tiles 128, Q 32, P 4, ring 24. Registers of a thread at 64 heads: O 128 of 160 in a value warpgroup,
-// scores 32 of 64 in the scoring one, 48 in a gathering one.
+// heads: two tiles 128, Q 32, P 4, ring 24. At 8: four raw tiles 151 (rows 144, scales and their factors 6), Q 8,
+// scores 17, P 2. Registers of a thread at 64 heads: O 128 of 160 in a value warpgroup, scores 32 of 64 in the scoring
+// one, 48 in a gathering one. At 8: O 8, Q 16 and 32 of a tile's values, of 96 in an attending warp, 48 in the others.
 //
 // Nanoseconds a key and SM on an H200, unsplit, one row a SM, at 64, 32, 16 heads a block. Parts were measured by
 // leaving the others out; all is what 512 keys more take (128 rows, benchmark/results/h200/sparse_decode.csv):
@@ -34,8 +35,8 @@
 //   scores to P V        28          measured
 //   all                  35 30 27    measured
 //
-// Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 128 + 512 keys: 1 row, 8 heads and one
-// tile a block | 128 rows, 64 heads unsplit, where the first copies wait for the device memory:
+// Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 128 + 512 keys: 1 row, 8 heads (then in
+// few_heads.cuh) and one tile a block | 128 rows, 64 heads unsplit, where the first copies wait for the device memory:
 //
 //   index there, row asked for       1000 | 1300      first tile converted               3970 | 8900
 //   first chunk of the row there     1800 | 3000      it is scored, weighed and added    5660 | 13000
@@ -46,6 +47,7 @@
 #include "common/launch.h"
 #include "common/ptx.cuh"
 #include "decode/sm90/attend.cuh"
+#include "decode/sm90/eight_heads.cuh"
 #include "decode/sm90/few_heads.cuh"
 #include "decode/sm90/gather.cuh"
 #include "decode/sm90/output.cuh"
@@ -54,7 +56,7 @@
 namespace sgl_dsv4::sm90 {
 namespace {
 
-// ---- what both kernels do before and after their roles ----
+// ---- what the kernels of 16, 32 and 64 heads do before and after their roles ----
 
 // What a block knows before it may read anything.
 struct Start {
@@ -75,7 +77,7 @@ __device__ __forceinline__ Start begin(const DecodeParams& p, int block_heads, i
   start.part = my_part(p, block_heads);
   start.lengths = find_lengths(p, start.part);
   if (gathers(warpgroup)) {
-    start.guess = guess_keys(p, start.part);
+    start.guess = guess_keys(p, start.part, gather_key());
     for (const int32_t*& at : start.guess.at) ptx::keep(at);
   }
   for (const int32_t*& at : start.lengths.at) ptx::keep(at);
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __
   write_results<kLaunchRegisters>(p, any, kTileHeads, kTileThreads, kResultPitch, shared);
 }
 
-// ---- 8, 16 or 32 heads a block ----
+// ---- 16 or 32 heads a block ----
 
 template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1) few_heads_kernel(const __grid_constant__ DecodeParams p) {
@@ -180,6 +182,52 @@ __global__ void __launch_bounds__(kThreads, 1) few_heads_kernel(const __grid_con
   write_results<kFewLaunchRegisters>(p, any, kHeads, kThreads, kFewResultPitch, shared);
 }
 
+// ---- 8 heads a block ----
+
+__global__ void __launch_bounds__(kEightHeadsThreads, 1) eight_heads_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<EightHeadsSharedMemory*>(shared_bytes);
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    eight_heads::init_barriers(shared);
+    ptx::mbarrier_init_fence();
+  }
+  const int warp = eight_heads::my_warp();
+  const Part part = my_part(p, kEightHeads);
+  Lengths lengths = find_lengths(p, part);
+  Guess guess;
+  if (eight_heads::copies(warp)) {
+    guess = guess_keys(p, part, eight_heads::copy_key());
+    for (const int32_t*& at : guess.at) ptx::keep(at);
+  }
+  for (const int32_t*& at : lengths.at) ptx::keep(at);
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+
+  // Other roles end where they are: what comes behind a branch has one limit of registers.
+  if (eight_heads::weighs(warp)) {
+    ptx::setmaxnreg_dec<kWeighRegisters>();
+    if (eight_heads::weigh_tiles(p, part, lengths, shared)) ptx::bar_sync(0, kEightHeadsThreads);
+    return;
+  }
+  if (eight_heads::copies(warp)) {
+    ptx::setmaxnreg_dec<kCopyRegisters>();
+    if (eight_heads::copy_tiles(p, part, lengths, guess, shared)) ptx::bar_sync(0, kEightHeadsThreads);
+    return;
+  }
+  ptx::setmaxnreg_inc<kAttendRegisters>();
+  if (!eight_heads::attend_tiles(p, part, lengths, shared)) {
+    write_empty(p, part, warp, kAttendWarps);
+    return;
+  }
+  ptx::bar_sync(0, kEightHeadsThreads);
+  if (p.o_accum != nullptr) {
+    write_partials(p, part, shared.results[0], kFewResultPitch, shared, warp, kAttendWarps);
+  } else {
+    write_outputs(p.finish, part, shared.results[0], kFewResultPitch, shared, warp, kAttendWarps);
+  }
+}
+
 // ---- host ----
 
 struct Variant {
@@ -190,7 +238,7 @@ struct Variant {
 };
 
 constexpr Variant kVariants[] = {
-    {8, kThreads, few_heads_kernel<8>, sizeof(FewHeadsSharedMemory<8>)},
+    {kEightHeads, kEightHeadsThreads, eight_heads_kernel, sizeof(EightHeadsSharedMemory)},
     {16, kThreads, few_heads_kernel<16>, sizeof(FewHeadsSharedMemory<16>)},
     {32, kThreads, few_heads_kernel<32>, sizeof(FewHeadsSharedMemory<32>)},
     {kTileHeads, kTileThreads, sparse_decode_kernel, sizeof(SharedMemory)},

@@ -46,21 +46,8 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uin
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Few heads. kAcross = false: d (+)= A B^T, A 64 keys, B 8, 16 or 32 heads, both 16 channels wide. kAcross = true: both
-// are read across, d (+)= A^T B, A 16 keys of 64 channels, B 16 keys of 8, 16 or 32 weights, the 16 being summed over.
-template <bool kAcross>
-__device__ __forceinline__ void wgmma_few_heads(float (&d)[4], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %6, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3}, "
-      "%4, %5, p, 1, 1, %7, %7;\n"
-      "}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kAcross)));
-}
+// Few heads. kAcross = false: d (+)= A B^T, A 64 keys, B 16 or 32 heads, both 16 channels wide. kAcross = true: both
+// are read across, d (+)= A^T B, A 16 keys of 64 channels, B 16 keys of 16 or 32 weights, the 16 being summed over.
 template <bool kAcross>
 __device__ __forceinline__ void wgmma_few_heads(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(

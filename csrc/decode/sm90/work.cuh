@@ -20,6 +20,8 @@ __device__ __forceinline__ bool gathers(int warpgroup) {
 }
 
 enum NamedBarrier : int { kConsumersMeet = 1, kScoresMeet = 2, kRoleEnds = 3 };
+// 8 heads a block: kConsumersMeet, and one a buffer, one a stage.
+enum EightHeadsBarrier : int { kScoresFull = 2, kEmpty = 4 };
 
 // Rows, heads and split of a block.
 struct Part {
