@@ -26,10 +26,10 @@ TOKENS = 4
 
 
 def make_problem(heads: int) -> td.Problem:
-    """Rows of six and eight tiles of 64 keys, so that all buffers come around twice; short ones, an empty one."""
-    lengths, extra_lengths = [330, 3, 0, 0], [470, 0, 40, 0]
+    """Rows of six and two tiles of 64 keys, so that both buffers of a tile come around; short ones, an empty one."""
+    lengths, extra_lengths = [330, 3, 0, 0], [70, 0, 40, 0]
     return td.random_problem(
-        TOKENS, heads, 330, 470, lengths=lengths, extra_lengths=extra_lengths, rope=True, device=DEVICE
+        TOKENS, heads, 330, 70, lengths=lengths, extra_lengths=extra_lengths, rope=True, device=DEVICE
     )
 
 

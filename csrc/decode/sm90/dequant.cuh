@@ -22,6 +22,7 @@ inline constexpr uint32_t kLargestSingleScale = 134;
 inline constexpr uint32_t kNanPair = 0x7fff7fffu;
 inline constexpr uint32_t kPlacedPair = 0x87f087f0u;  // the bits of two placed codes
 inline constexpr uint32_t kOneBf16 = 0x3f80u;
+inline constexpr uint32_t kScaleOfOne = 127;
 
 // 2^(e - 7) twice, e <= kLargestSingleScale.
 __device__ __forceinline__ uint32_t scale_pair(uint32_t e) {

@@ -1,8 +1,30 @@
-// The consuming warpgroups for 16 or 32 heads a block: keys are rows and heads are columns, so that no part of a
-// product is padding. S^T = K Q^T, online softmax down the columns, O^T += V^T P^T.
+// 16 or 32 heads a block: a tile's rows stay in shared memory as the cache has them (raw_tiles.cuh). Keys are rows and
+// heads columns of the products, which take keys and values from registers and Q and P from shared memory (wgmma): what
+// a warp has to do for a key does not depend on the number of heads.
 //
-// Warpgroup 0 computes the scores of a tile (64 keys x kHeads) and puts the weights, as bf16, and the heads' decay into
-// shared memory, warpgroup 1 adds to all of O. Order and barriers as in attend.cuh.
+//   4 copying warps    index lists -> rows -> cp.async -> tiles[stage]                                | full[stage]
+//   8 scoring warps    S^T = K Q^T: codes -> fp16 -> products of a group, times the scale -> scores   | kScoresFull
+//                      16 heads: a warpgroup has half of the channels. 32: every other tile
+//   4 weighing warps   scales -> factors of the values; scores -> softmax -> weights, decay           | weights_full
+//   8 value warps      O^T = O^T decay + V^T P^T: codes -> bf16 x factor -> products; a warpgroup has half of the
+//                      channels                                                                       | kWeightsEmpty
+//
+// Barriers as in eight_heads.cuh: mbarriers for what is waited for by many, hardware barriers for what many signal.
+// kEmpty + stage: all that read tiles[stage] are done. Scores of tile t + 2 wait for the weights of tile t, which have
+// been made of those that they replace. kConsumersMeet, at the end: nobody reads the tiles any more, results replace
+// them.
+//
+// Scores. The codes become fp16 by one instruction for two, exact, NaN included, and Q fp16 too, divided by a power of
+// two if its largest value is not in fp16's range, [2^-10, 2^15); below 2^-14 it loses bits that are 2^-15 of the
+// largest or less. Scales multiply the sums of their 64 channels, in fp32. The RoPE part stays bf16.
+//
+// A lane's operand is two neighbouring values each of rows g and g + 8 (lane = 4 g + c) and two more 8 columns on. For
+// the scores columns are channels, and a lane takes 16 consecutive codes of a row: Q is stored in that order. For the
+// values they are keys: transposed, ldmatrix gives a lane two neighbouring codes of two neighbouring keys, which become
+// operands of the even and of the odd channel.
+//
+// Values. Code x 2^(e - 7), as dequant.cuh has it. Scales above the largest that one bf16 can hold: the key's weight
+// takes what the largest of its scales is more, and the key's factors are so much less, also that of its RoPE part.
 #pragma once
 
 #include <cmath>
@@ -10,257 +32,436 @@
 
 #include "common/ptx.cuh"
 #include "decode/sm90/consume.cuh"
+#include "decode/sm90/dequant.cuh"
 #include "decode/sm90/output.cuh"
+#include "decode/sm90/raw_tiles.cuh"
 #include "decode/sm90/wgmma.cuh"
 #include "decode/sm90/work.cuh"
 
 namespace sgl_dsv4::sm90 {
 
-// A thread's accumulator (wgmma.cuh) has two rows, `upper` and 8 below, and two columns of each group of 8 heads.
 template <int kHeads>
 struct FewHeads {
   using Shared = FewHeadsSharedMemory<kHeads>;
-  static constexpr int kGroups = kHeads / 8;
-  static constexpr int kRegs = kHeads / 2;
+  static constexpr int kBlockHeads = kHeads;
+  static constexpr int kCopyRegisters = kFewCopyRegisters, kWeighRegisters = kFewWeighRegisters;
+  static constexpr int kRegs = kHeads / 2;  // of an accumulator
+  static constexpr int kParts = Shared::kScoreParts;
+  static constexpr int kScoreGroups = (kNumScales + 1) / kParts;  // of 64 channels
+  static constexpr int kValueBlocks = (kNumScales + 1) * kWarpgroupThreads / kValueThreads;
+  static constexpr int kWeightsThreads = kValueThreads + kWeighWarps * 32;
+  static constexpr int kScoresThreads = kParts * kWarpgroupThreads + kWeighWarps * 32;
+  static constexpr int kQueryThreads = kAttendThreads + kWeighWarps * 32;
+  static constexpr int kEndThreads = kQueryThreads;
+  static constexpr int kQueryHeads = kHeads / kAttendWarps;  // of a warp
+  static_assert(kQueryHeads * kAttendWarps == kHeads && kScoreThreads + kValueThreads == kAttendThreads);
 
-  // Maxima over the 8 lanes that share columns. Of several values, each step keeps half and gives the other half away:
-  // afterwards x[0] is the maximum of value number value_of(lane).
-  static constexpr int kValues = 2 * kGroups;
-  __device__ __forceinline__ static void column_max(float (&x)[kValues], int lane) {
-    int count = kValues;
+  // ---- weighing ----
+
+  static constexpr int kWarpHeads = kHeads / kWeighWarps;
+  static constexpr int kHeadLanes = 8;
+  static constexpr int kLaneHeads = kWarpHeads * kHeadLanes / 32;
+  static constexpr int kHeadStep = 32 / kHeadLanes;  // between a lane's heads
+  static constexpr int kFours = kTileKeys / kHeadLanes / 4;
+
+  // Eight lanes have a head: lane l keys 4 l .. 4 l + 3 and 32 on.
+  struct Softmax {
+    float top = kMinusInfinity, unit = kMinusInfinity, total = 0.0f;
+
+    __device__ __forceinline__ void weigh(Shared& shared, const Turn& turn, int head, int lane, float scale) {
+      const int buffer = turn.buffer();
+      const RawTile& tile = shared.tiles[turn.stage];
+      const bool large = has_large(tile);
+      float s[kFours][4];
+      uint32_t attended = 0;
 #pragma unroll
-    for (int lanes = 16; lanes >= 4; lanes /= 2) {
-      if (count > 1) {
-        count /= 2;
-#pragma unroll
-        for (int i = 0; i < kValues / 2; ++i) {
-          if (i >= count) break;
-          const bool upper = lane & lanes;
-          const float kept = upper ? x[i + count] : x[i], given = upper ? x[i] : x[i + count];
-          x[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, lanes));
+      for (int i = 0; i < kFours; ++i) {
+        const int key = (i * kHeadLanes + lane) * 4;
+        attended |= (tile.attended[key / kCopyKeys] >> key % kCopyKeys & 15u) << 4 * i;
+        float4 x = *reinterpret_cast<const float4*>(&shared.scores[buffer][0][head][key]);
+        if constexpr (kParts == 2) {
+          const float4 y = *reinterpret_cast<const float4*>(&shared.scores[buffer][1][head][key]);
+          x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
         }
-      } else {
-        x[0] = fmaxf(x[0], __shfl_xor_sync(0xffffffffu, x[0], lanes));
+        s[i][0] = x.x, s[i][1] = x.y, s[i][2] = x.z, s[i][3] = x.w;
+      }
+      if (attended != (1u << 4 * kFours) - 1 || large) {
+#pragma unroll
+        for (int k = 0; k < 4 * kFours; ++k) {
+          float& score = s[k / 4][k % 4];
+          if (large && boost(tile, key_of(k, lane)) == kNanBoost) score = NAN;
+          if (!(attended >> k & 1)) score = kMinusInfinity;
+        }
+      }
+      float most = s[0][0];
+#pragma unroll
+      for (int k = 1; k < 4 * kFours; ++k) most = fmaxf(most, s[k / 4][k % 4]);
+#pragma unroll
+      for (int bit = kHeadLanes / 2; bit > 0; bit /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, bit));
+      const float decay = next_unit(most * scale, top, unit);
+      const float base = base_of(unit);
+      float sum = 0.0f;
+#pragma unroll
+      for (int k = 0; k < 4 * kFours; ++k) {
+        float& weight = s[k / 4][k % 4];
+        weight = ptx::ex2(fmaf(weight, scale, -base));
+        sum += weight;
+      }
+      total = fmaf(total, decay, sum);
+      if (lane == 0) shared.decay[buffer][head] = decay;
+      if (large) {
+#pragma unroll
+        for (int k = 0; k < 4 * kFours; ++k)
+          s[k / 4][k % 4] *= __uint_as_float((boost(tile, key_of(k, lane)) + 127u) << 23);
+      }
+      const uint32_t row = ptx::shared_address(shared.weights[buffer]) + head * kRowBytes + lane % 2 * 8;
+#pragma unroll
+      for (int i = 0; i < kFours; ++i)
+        ptx::st_shared_2(row + ((i * kHeadLanes + lane) / 2 ^ head % 8) * 16, ptx::cvt_bf16x2(s[i][0], s[i][1]),
+                         ptx::cvt_bf16x2(s[i][2], s[i][3]));
+    }
+
+    // The lane's score number k.
+    __device__ __forceinline__ static int key_of(int k, int lane) { return (k / 4 * kHeadLanes + lane) * 4 + k % 4; }
+  };
+
+  __device__ __forceinline__ static bool has_large(const RawTile& tile) {
+    return *reinterpret_cast<const uint32_t*>(tile.large) != 0;
+  }
+  // By how many powers of two the weight of a key is more, in a tile with large scales.
+  __device__ __forceinline__ static uint32_t boost(const RawTile& tile, int key) {
+    return tile.large[key / 16] ? tile.boost[key] : 0u;
+  }
+  static constexpr uint32_t kNanBoost = 255 - kLargestSingleScale;
+
+  // A lane has half of a key's scales; the eighth belongs to the RoPE part, whatever the cache has there.
+  __device__ __forceinline__ static void store_factors(RawTile& tile, int warp, int lane) {
+    const int key = warp * 16 + lane / 2, first = lane % 2 * 4;
+    uint32_t scales = *reinterpret_cast<const uint32_t*>(&tile.scales[key][first]);
+    if (first != 0) scales = (scales & 0x00ffffffu) | kScaleOfOne << 24;
+    const bool large = __any_sync(kAllLanes, has_large_scale(make_uint2(scales, 0)));
+    uint32_t boost = 0;
+    if (large) {
+      uint32_t most = __vmaxu2(scales & 0x00ff00ffu, scales >> 8 & 0x00ff00ffu);
+      most = max(most & 0xffffu, most >> 16);
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
+      boost = most > kLargestSingleScale ? most - kLargestSingleScale : 0;
+      if (first == 0) tile.boost[key] = static_cast<uint8_t>(boost);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // Of the RoPE part it is 2^-boost: its values are not placed, and need no 2^120.
+      const bool rope = i == 3 && first != 0;
+      tile.factors[first + i][weight_place(key)] =
+          static_cast<uint16_t>(rope ? kOneBf16 - boost * 0x80u : scale_pair((scales >> 8 * i & 0xffu) - boost));
+    }
+    if (lane == 0) tile.large[warp] = large;
+  }
+
+  // Writes the LSEs and leaves in shared memory what the values are to be multiplied by. Returns as copy_tiles().
+  __device__ __forceinline__ static bool weigh_tiles(const DecodeParams& p, const Part& part, const Lengths& lengths_at,
+                                                     Shared& shared) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32 - kAttendWarps - kCopyWarps;
+    const Work w = my_work(p, part, lengths_at, load(lengths_at));
+    if (w.range.empty()) return false;
+    const int first_head = warp * kWarpHeads + lane / kHeadLanes, head_lane = lane % kHeadLanes;
+    Softmax softmax[kLaneHeads];
+    float scale[kLaneHeads];
+    ptx::bar_sync(kQueryStored, kQueryThreads);
+#pragma unroll
+    for (int i = 0; i < kLaneHeads; ++i) scale[i] = p.scale_log2 * shared.q_scale[first_head + i * kHeadStep];
+    const int tiles = w.range.end - w.range.begin;
+#pragma unroll 1
+    for (Turn turn; turn.tile < tiles; turn.advance()) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
+      store_factors(shared.tiles[turn.stage], warp, lane);
+      ptx::bar_sync(kScoresFull + turn.buffer(), kScoresThreads);
+      if (turn.tile >= 2) ptx::bar_sync(kWeightsEmpty + turn.buffer(), kWeightsThreads);
+#pragma unroll
+      for (int i = 0; i < kLaneHeads; ++i)
+        softmax[i].weigh(shared, turn, first_head + i * kHeadStep, head_lane, scale[i]);
+      ptx::fence_proxy_async();
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.weights_full[turn.buffer()]));
+      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneHeads; ++i) {
+      const int head = first_head + i * kHeadStep;
+      float total = softmax[i].total;
+#pragma unroll
+      for (int bit = kHeadLanes / 2; bit > 0; bit /= 2) total += __shfl_xor_sync(kAllLanes, total, bit);
+      if (head_lane == 0) finish_head(p, w, head, softmax[i].unit, total, load_sink(p, w, head), shared);
+    }
+    ptx::bar_arrive(kConsumersMeet, kEndThreads);
+    return true;
+  }
+
+  // ---- the query ----
+
+  // To fp16 but for the RoPE part, in the order in which lanes have a key's channels: a step of 16 channels of a
+  // product has two chunks of 16 bytes, and lane c has 4 bytes of each.
+  __device__ __forceinline__ static void store_head(query::Values& v, Shared& shared, int head, int lane) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < query::kVectors * query::kPairs; ++i)
+      most = __vmaxu2(most, v.vector[i / query::kPairs].word[i % query::kPairs] & 0x7fff7fffu);
+    most = __reduce_max_sync(kAllLanes, max(most & 0xffffu, most >> 16));
+    const int exponent = static_cast<int>(most >> 7) - 127;
+    const int e = exponent > 14 ? min(exponent - 14, 112) : exponent < -10 ? max(exponent + 10, -100) : 0;
+    const float down = __int_as_float((127 - e) << 23), up = __int_as_float((127 + e) << 23);
+    const int vector = lane % 8;  // of a group of 64 channels
+#pragma unroll
+    for (int i = 0; i < query::kVectors; ++i) {
+      const bool rope = i == query::kVectors - 1 && lane >= query::kFirstRopeLane;
+      const int chunk = rope ? vector / 4 * 4 : vector % 2 * 4, column = rope ? vector % 4 : vector / 2;
+      const uint32_t row = ptx::shared_address(shared.q) + ((4 * i + lane / 8) * kHeads + head) * kRowBytes;
+#pragma unroll
+      for (int j = 0; j < query::kPairs; ++j) {
+        const float2 x = unpack_bf16(v.vector[i].word[j]);
+        const float low = x.x * down, high = x.y * down;
+        ptx::st_shared(row + ((chunk + j) ^ head % 8) * 16 + column * 4,
+                       rope ? ptx::cvt_bf16x2(low, high) : ptx::cvt_f16x2(low, high));
       }
     }
-  }
-  __device__ __forceinline__ static int value_of(int lane) { return lane / (32 / kValues); }
-
-  // Sum over the lanes that share columns.
-  __device__ __forceinline__ static float column_sum(float x) {
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-    return x;
+    if (lane == 0) shared.q_scale[head] = up;
   }
 
-  __device__ __forceinline__ static void compute_scores(float (&s)[kRegs], Shared& shared, int stage, uint32_t phase) {
-    const uint64_t q = operand_descriptor(ptx::shared_address(shared.q));
-    const uint64_t keys = operand_descriptor(ptx::shared_address(shared.keys[stage]));
+  __device__ __forceinline__ static void store_heads(const DecodeParams& p, query::Values (&heads)[kQueryHeads],
+                                                     query::Position position, Shared& shared, int warp, int lane) {
+    const bool rotates = p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane;
+    query::Factors factors = {};
+    if (rotates) factors = query::load_factors<false>(p.query, position, lane - query::kFirstRopeLane);
+    if (p.query.has_norm) query::normalise(heads, p.query.eps);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.full[stage][half]), phase);
-      ptx::fence_proxy_async();
-      if (half == 0) wgmma_begin(s);
+    for (int i = 0; i < kQueryHeads; ++i) {
+      if (rotates) query::rotate(heads[i].vector[query::kVectors - 1], factors);
+      store_head(heads[i], shared, warp + i * kAttendWarps, lane);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // ---- scores ----
+
+  static constexpr int kLower = 8 * kRawRowBytes;
+
+  // 2^(e - 127), subnormal for 0. Of 255 infinity: the weighing warps know it.
+  __device__ __forceinline__ static float scale_of(uint32_t scales, int i) {
+    const uint32_t e = (i == 3 ? scales >> 1 : scales << (23 - 8 * i)) & 0x7f800000u;
+    return __uint_as_float(max(e, 0x00400000u));
+  }
+
+  // A tile's scores of a warpgroup's channels. `rows`, `scales`: of key g, from the first of those channels on.
+  __device__ __forceinline__ static void compute_scores(float (&total)[kRegs], uint32_t rows, uint32_t scales_at,
+                                                        uint64_t query, bool has_rope) {
+    uint32_t scales[2][kScoreGroups / 4];
 #pragma unroll
-      for (int block = half * kHalfBlocks; block < (half + 1) * kHalfBlocks; ++block) {
+    for (int i = 0; i < kScoreGroups / 2; ++i)
+      scales[i % 2][i / 2] = ptx::ld_shared_32(scales_at + i % 2 * 8 * V4Layout::kScaleBytes + i / 2 * 4);
+    float s[kRegs];
+    uint32_t a[2][16] = {};
+    const auto collect = [&](int i) {  // the sums of group i
+      wgmma_wait<0>(s);
+      pin(a[i % 2]);
+      const bool rope = i == kScoreGroups - 1 && has_rope;
+      const float upper = rope ? 1.0f : scale_of(scales[0][i / 4], i % 4);
+      const float lower = rope ? 1.0f : scale_of(scales[1][i / 4], i % 4);
 #pragma unroll
-        for (int k = 0; k < kBlockChannels / 16; ++k)
-          wgmma_few_heads<false>(s, keys + descriptor_step(block * kBlockBytes + k * 32),
-                                 q + descriptor_step(block * kHeads * kRowBytes + k * 32), block + k > 0);
+      for (int r = 0; r < kRegs; ++r)
+        total[r] = i == 0 ? s[r] * (r % 4 < 2 ? upper : lower) : fmaf(s[r], r % 4 < 2 ? upper : lower, total[r]);
+    };
+#pragma unroll
+    for (int i = 0; i < kScoreGroups; ++i) {
+      uint32_t (&x)[16] = a[i % 2];
+      const uint32_t row = rows + i * kQuantGroup;
+      const uint64_t q = query + descriptor_step(i * kHeads * kRowBytes);
+      const uint4 upper = ptx::ld_shared(row), lower = ptx::ld_shared(row + kLower);
+      if (i < kScoreGroups - 1 || !has_rope) {
+        const uint32_t up[4] = {upper.x, upper.y, upper.z, upper.w}, low[4] = {lower.x, lower.y, lower.z, lower.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[4 * j] = ptx::low_e4m3x2_to_f16x2(up[j]);
+          x[4 * j + 1] = ptx::low_e4m3x2_to_f16x2(low[j]);
+          x[4 * j + 2] = ptx::high_e4m3x2_to_f16x2(up[j]);
+          x[4 * j + 3] = ptx::high_e4m3x2_to_f16x2(low[j]);
+        }
+        if (i > 0) collect(i - 1);
+        pin(x);
+        wgmma_begin(s);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wgmma_f16(s, x + 4 * j, q + descriptor_step(j * 32), j > 0);
+      } else {
+        x[0] = upper.x, x[1] = lower.x, x[2] = upper.y, x[3] = lower.y;
+        x[4] = upper.z, x[5] = lower.z, x[6] = upper.w, x[7] = lower.w;
+        if (i > 0) collect(i - 1);
+        pin(x);
+        const uint4 upper2 = ptx::ld_shared(row + 64), lower2 = ptx::ld_shared(row + kLower + 64);
+        x[8] = upper2.x, x[9] = lower2.x, x[10] = upper2.y, x[11] = lower2.y;
+        x[12] = upper2.z, x[13] = lower2.z, x[14] = upper2.w, x[15] = lower2.w;
+        pin(x);
+        wgmma_begin(s);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wgmma_bf16(s, x + 4 * j, q + descriptor_step(j * 32), j > 0);
       }
       wgmma_commit();
     }
-    wgmma_wait<0>(s);
+    collect(kScoreGroups - 1);
   }
 
-  // Of a thread's columns, in log2: the largest score, the unit of the last tile; what earlier sums are multiplied by,
-  // and this thread's share of the sum.
-  struct Softmax {
-    float top[kGroups][2], unit[kGroups][2], decay[kGroups][2], total[kGroups][2];
-
-    __device__ __forceinline__ Softmax() {
+  __device__ __forceinline__ static void attend_scores(const Work& w, Shared& shared, int warpgroup) {
+    const int part = warpgroup % kParts, first = part * kScoreGroups;
+    const RawTile& tile = shared.tiles[0];
+    const uint64_t query =
+        operand_descriptor(ptx::shared_address(shared.q)) + descriptor_step(first * kHeads * kRowBytes);
+    const int tiles = w.range.end - w.range.begin;
+    Turn turn;
+    if (kParts == 1 && warpgroup == 1) turn.advance();
+#pragma unroll 1
+    while (turn.tile < tiles) {
+      // Read anew, so that what is made of it takes no registers from one tile to the next.
+      const int thread = ptx::thread_of_block() % kWarpgroupThreads;
+      const int lane = thread % 32, key = thread / 32 * 16 + lane / 4;
+      ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
+      const uint32_t rows = ptx::shared_address(tile.rows) + raw_offset(key, lane % 4) + first * kQuantGroup;
+      float total[kRegs];
+      compute_scores(total, rows + turn.tile_at(), ptx::shared_address(&tile.scales[key][first]) + turn.tile_at(),
+                     query, part == kParts - 1);
+      // Those that they replace have become weights.
+      if (turn.tile >= 2)
+        ptx::mbarrier_wait(ptx::shared_address(&shared.weights_full[turn.buffer()]), turn.buffer_parity() ^ 1);
+      const uint32_t scores = ptx::shared_address(&shared.scores[turn.buffer()][part][lane % 4 * 2][key]);
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          top[j][c] = unit[j][c] = kMinusInfinity;
-          total[j][c] = 0.0f;
-        }
-      }
+      for (int r = 0; r < kRegs; ++r)
+        ptx::st_shared(scores + ((r / 4 * 8 + r % 2) * (kTileKeys + 4) + r / 2 % 2 * 8) * 4, total[r]);
+      ptx::bar_arrive(kScoresFull + turn.buffer(), kScoresThreads);
+      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
+      turn.advance();
+      if (kParts == 1) turn.advance();
     }
-
-    // Scales the scores, -inf for keys that are not attended. Moves on to the unit of their tile and stores what
-    // earlier sums are multiplied by.
-    __device__ __forceinline__ void measure(float (&s)[kRegs], const Place& place, Shared& shared, int stage,
-                                            float scale) {
-      const int warp = place.row / 16, lane = static_cast<int>(threadIdx.x) % 32;
-      const int bit = lane / 4 * 4;
-      const bool upper = shared.attended[stage][2 * warp] >> bit & 1u;
-      const bool lower = shared.attended[stage][2 * warp + 1] >> bit & 1u;
-#pragma unroll
-      for (int i = 0; i < kRegs; ++i) s[i] = (i % 4 < 2 ? upper : lower) ? s[i] * scale : kMinusInfinity;
-
-      // Maxima of the tile, over the warps. When the next but one replaces them, all have met for the one between.
-      float most[kValues];
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) most[v] = fmaxf(s[v / 2 * 4 + v % 2], s[v / 2 * 4 + v % 2 + 2]);
-      column_max(most, lane);
-      shared.warp_values[stage][value_of(lane) / 2 * 8 + place.column + value_of(lane) % 2][warp] = most[0];
-      ptx::bar_sync(kScoresMeet, kWarpgroupThreads);
-
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        const int head = 8 * j + place.column;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float4 x = *reinterpret_cast<const float4*>(shared.warp_values[stage][head + c]);
-          decay[j][c] = next_unit(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), top[j][c], unit[j][c]);
-        }
-        if (place.row == 0)
-          *reinterpret_cast<float2*>(&shared.decay[stage][head]) = make_float2(decay[j][0], decay[j][1]);
-      }
-    }
-
-    // Scores -> weights, in place.
-    __device__ __forceinline__ void weigh(float (&s)[kRegs]) {
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float base = base_of(unit[j][c]);
-          s[4 * j + c] = ptx::ex2(s[4 * j + c] - base);
-          s[4 * j + 2 + c] = ptx::ex2(s[4 * j + 2 + c] - base);
-          total[j][c] = fmaf(total[j][c], decay[j][c], s[4 * j + c] + s[4 * j + 2 + c]);
-        }
-      }
-    }
-
-    // Writes the LSEs and leaves in shared memory what the values are to be multiplied by. `stage`: of a tile after the
-    // last.
-    __device__ __forceinline__ void finish_heads(const DecodeParams& p, const Work& w, const Place& place,
-                                                 Shared& shared, int stage) {
-      const int head_of_thread = static_cast<int>(threadIdx.x);
-      const float sink = load_sink(p, w, head_of_thread);
-      const int warp = place.row / 16, lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int head = 8 * j + place.column + c;
-          const float sum = column_sum(total[j][c]);
-          if (lane < 4) shared.warp_values[stage][head][warp] = sum;
-          if (place.row == 0) shared.factor[head] = unit[j][c];
-        }
-      }
-      ptx::bar_sync(kScoresMeet, kWarpgroupThreads);
-      if (head_of_thread >= kHeads) return;
-      const float4 x = *reinterpret_cast<const float4*>(shared.warp_values[stage][head_of_thread]);
-      finish_head(p, w, head_of_thread, shared.factor[head_of_thread], (x.x + x.y) + (x.z + x.w), sink, shared);
-    }
-  };
-
-  __device__ __forceinline__ static void store_weights(const float (&s)[kRegs], const Place& place, Shared& shared) {
-    const uint32_t weights = ptx::shared_address(shared.weights);
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-      const uint32_t at = weights + weight_offset(place.row, 8 * j + place.column);
-      ptx::st_shared(at, ptx::cvt_bf16x2(s[4 * j], s[4 * j + 1]));
-      ptx::st_shared(at + kWeightGroupBytes, ptx::cvt_bf16x2(s[4 * j + 2], s[4 * j + 3]));
-    }
+    ptx::bar_arrive(kConsumersMeet, kEndThreads);
   }
 
-  // O^T += V^T P^T, half of the channels after the other: starts the products.
-  __device__ __forceinline__ static void add_values(float (&o)[kChannelBlocks][kRegs], Shared& shared, int stage) {
-    const uint64_t weights = weight_descriptor(ptx::shared_address(shared.weights));
-    const uint64_t values = operand_descriptor(ptx::shared_address(shared.keys[stage]));
-#pragma unroll
-    for (int block = 1; block < kChannelBlocks; ++block) pin(o[block]);
-    wgmma_begin(o[0]);
-#pragma unroll
-    for (int block = 0; block < kChannelBlocks; ++block) {
-#pragma unroll
-      for (int k = 0; k < kTileKeys / 16; ++k)
-        wgmma_few_heads<true>(o[block], values + descriptor_step(block * kBlockBytes + k * 2 * kGroupBytes),
-                              weights + descriptor_step(k * 2 * kWeightGroupBytes), true);
-      if (block % kHalfBlocks == kHalfBlocks - 1) wgmma_commit();
-    }
-  }
+  // ---- values ----
 
-  __device__ __forceinline__ static void stage_results(const float (&o)[kChannelBlocks][kRegs], const Place& place,
-                                                       float* results) {
-#pragma unroll
-    for (int block = 0; block < kChannelBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < kRegs; ++i) {
-        const int head = i / 4 * 8 + place.column + i % 2;
-        const int channel = block * kBlockChannels + place.row + i / 2 % 2 * 8;
-        results[head * kFewResultPitch + channel] = o[block][i];
-      }
-    }
-  }
-
-  // Writes the LSEs and leaves in shared memory what the values are to be multiplied by.
-  __device__ __forceinline__ static void attend_scores(const DecodeParams& p, const Work& w, Shared& shared) {
-    const Place place = my_place();
-    Barriers& barriers = shared.barriers;
-    Softmax softmax;
-    int stage = 0;
-    uint32_t phase = 0;
-    for (int tile = w.range.begin; tile < w.range.end; ++tile) {
-      float s[kRegs] = {};
-      compute_scores(s, shared, stage, phase);
-      softmax.measure(s, place, shared, stage, p.scale_log2);
-      ptx::mbarrier_arrive(ptx::shared_address(&barriers.decay_full[stage]));
-
-      softmax.weigh(s);
-      ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_empty), stage ^ 1);
-      store_weights(s, place, shared);
-      ptx::mbarrier_arrive(ptx::shared_address(&barriers.weights_full));
-      stage ^= 1;
-      phase ^= stage == 0;
-    }
-    softmax.finish_heads(p, w, place, shared, stage);
-  }
+  using Output = float[kValueBlocks][kRegs];
 
   // Leaves the results in shared memory.
-  __device__ __forceinline__ static void attend_values(const DecodeParams& p, const Work& w, Shared& shared) {
-    const Place place = my_place();
-    Barriers& barriers = shared.barriers;
-    if (p.o_accum == nullptr)
-      load_rotation(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.rotation);
-
-    float o[kChannelBlocks][kRegs] = {};  // the first tile's decay is 0
-    int stage = 0;
-    uint32_t phase = 0;
-    for (int tile = w.range.begin; tile < w.range.end; ++tile) {
-      ptx::mbarrier_wait(ptx::shared_address(&barriers.full[stage][0]), phase);
-      ptx::mbarrier_wait(ptx::shared_address(&barriers.full[stage][1]), phase);
-      ptx::mbarrier_wait(ptx::shared_address(&barriers.decay_full[stage]), phase);
+  __device__ __forceinline__ static void attend_values(const Work& w, Shared& shared, int warp, int lane) {
+    const int first = warp / 4 * kValueBlocks;
+    const RawTile& tile = shared.tiles[0];
+    const bool has_rope = first + kValueBlocks > kNumScales;
+    // Where the row of a matrix begins that the lane names. Codes: matrix m of four has keys 8 m .. 8 m + 7 of 16
+    // channels. RoPE: eight channels and the next eight of eight keys, then of the next eight.
+    const uint32_t rows = ptx::shared_address(tile.rows) + raw_offset(lane, first * 4 + warp % 4);
+    const uint32_t rope_rows =
+        ptx::shared_address(tile.rows) + raw_offset(lane / 16 * 8 + lane % 8, kRopeChunk + warp % 4 * 2 + lane / 8 % 2);
+    const uint32_t factors = ptx::shared_address(tile.factors[first]) + lane % 4 * (kTileKeys / 4) * 2;
+    const uint64_t weights = operand_descriptor(ptx::shared_address(shared.weights[0]));
+    Output o = {};  // the first tile's decay is 0
+    const int tiles = w.range.end - w.range.begin;
+#pragma unroll 1
+    for (Turn turn; turn.tile < tiles; turn.advance()) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.weights_full[turn.buffer()]), turn.buffer_parity());
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        const float2 decay = *reinterpret_cast<const float2*>(&shared.decay[stage][8 * j + place.column]);
+      for (int n = 0; n < kHeads / 8; ++n) {
+        const float2 decay = *reinterpret_cast<const float2*>(&shared.decay[turn.buffer()][8 * n + lane % 4 * 2]);
 #pragma unroll
-        for (int block = 0; block < kChannelBlocks; ++block) {
+        for (int b = 0; b < kValueBlocks; ++b) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) o[block][4 * j + i] *= i % 2 == 0 ? decay.x : decay.y;
+          for (int r = 0; r < 4; ++r) o[b][4 * n + r] *= r % 2 == 0 ? decay.x : decay.y;
         }
       }
-      ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_full), stage);
-      ptx::fence_proxy_async();
-      add_values(o, shared, stage);
-      wgmma_wait<1>(o[0]);
-      ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[stage][0]));
-      wgmma_wait<0>(o[0]);
+      uint32_t a[2][8];
 #pragma unroll
-      for (int block = 1; block < kChannelBlocks; ++block) pin(o[block]);
-      ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[stage][1]));
-      ptx::mbarrier_arrive(ptx::shared_address(&barriers.weights_empty));
-      stage ^= 1;
-      phase ^= stage == 0;
+      for (int step = 0; step < 2 * kValueBlocks; ++step) {  // 32 keys of a block of 64 channels
+        const int b = step / 2, half = step % 2;
+        uint32_t (&x)[8] = a[half];
+        const uint4 f = ptx::ld_shared(factors + turn.tile_at() + b * kTileKeys * 2 + half * 16);
+        const uint32_t factor[4] = {f.x, f.y, f.z, f.w};
+        if (b < kValueBlocks - 1 || !has_rope) {
+          const uint4 v = ptx::ldmatrix_trans(rows + turn.tile_at() + b * kQuantGroup + half * 32 * kRawRowBytes);
+          if (b > 0) wgmma_wait_operands<1>(x);
+          const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            x[2 * i] = ptx::mul_bf16x2(even_channel(pairs[i]), factor[i]);
+            x[2 * i + 1] = ptx::mul_bf16x2(odd_channel(pairs[i]), factor[i]);
+          }
+        } else {
+          const uint32_t at = rope_rows + turn.tile_at() + half * 32 * kRawRowBytes;
+          const uint4 v = ptx::ldmatrix_trans(at), u = ptx::ldmatrix_trans(at + 16 * kRawRowBytes);
+          wgmma_wait_operands<1>(x);
+          const uint32_t pairs[8] = {v.x, v.y, v.z, v.w, u.x, u.y, u.z, u.w};
+#pragma unroll
+          for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(pairs[i], factor[i / 2]);
+        }
+        pin(x);
+        wgmma_begin(o[b]);
+        const uint64_t p = weights + descriptor_step(turn.buffer() * static_cast<int>(sizeof(shared.weights[0])));
+        wgmma_bf16(o[b], x, p + descriptor_step(half * 64), true);
+        wgmma_bf16(o[b], x + 4, p + descriptor_step(half * 64 + 32), true);
+        wgmma_commit();
+      }
+      wgmma_wait<0>(o[kValueBlocks - 1]);
+#pragma unroll
+      for (int b = 0; b < kValueBlocks - 1; ++b) pin(o[b]);
+      pin(a[0]);
+      pin(a[1]);
+      if (turn.tile + 2 < tiles) ptx::bar_arrive(kWeightsEmpty + turn.buffer(), kWeightsThreads);
+      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
     }
-    // All warps are done with the last tile: keys are no longer needed.
-    ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_empty), stage ^ 1);
-    stage_results(o, place, reinterpret_cast<float*>(shared.keys));
+
+    ptx::bar_sync(kConsumersMeet, kEndThreads);
+    const int g = lane / 4, column = lane % 4 * 2;
+#pragma unroll
+    for (int b = 0; b < kValueBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kRegs / 2; ++i) {
+        const float upper = o[b][i / 2 * 4 + i % 2], lower = o[b][i / 2 * 4 + i % 2 + 2];
+        float* row = shared.results[i / 2 * 8 + column + i % 2] + (first + b) * kQuantGroup + warp % 4 * 16;
+        if (b < kValueBlocks - 1 || !has_rope) {
+          *reinterpret_cast<float2*>(row + 2 * g) = make_float2(upper, lower);
+        } else {
+          row[g] = upper;
+          row[g + 8] = lower;
+        }
+      }
+    }
+  }
+
+  // ---- scoring and value warps ----
+
+  // Leaves the results in shared memory. Returns as copy_tiles().
+  __device__ __forceinline__ static bool attend_tiles(const DecodeParams& p, const Part& part,
+                                                      const Lengths& lengths_at, Shared& shared) {
+    const int warp = my_warp(), lane = static_cast<int>(threadIdx.x) % 32;
+    const query::Position position = query::load_position(p.query, part.token, p.query.freqs_cis != nullptr);
+    query::Values heads[kQueryHeads];
+#pragma unroll
+    for (int i = 0; i < kQueryHeads; ++i) heads[i] = load_head(p, part, warp + i * kAttendWarps, lane);
+    const Work w = my_work(p, part, lengths_at, load(lengths_at));
+    if (w.range.empty()) return false;
+    if (p.o_accum == nullptr && warp >= kAttendWarps - kRopeDim / 32)
+      load_rotation(p.finish, part, static_cast<int>(threadIdx.x) - (kAttendThreads - kRopeDim), shared.rotation);
+    store_heads(p, heads, position, shared, warp, lane);
+    ptx::bar_sync(kQueryStored, kQueryThreads);
+    if (warp < kScoreThreads / 32) {
+      move_registers<kFewLaunchRegisters, kFewScoreRegisters<kHeads>>();
+      attend_scores(w, shared, warp / 4);
+      move_registers<kFewScoreRegisters<kHeads>, kFewLaunchRegisters>();
+    } else {
+      move_registers<kFewLaunchRegisters, kFewValueRegisters<kHeads>>();
+      attend_values(w, shared, warp - kScoreThreads / 32, lane);
+      move_registers<kFewValueRegisters<kHeads>, kFewLaunchRegisters>();
+    }
+    return true;
+  }
+
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ static void move_registers() {
+    if constexpr (kTo > kFrom) ptx::setmaxnreg_inc<kTo>();
+    if constexpr (kTo < kFrom) ptx::setmaxnreg_dec<kTo>();
   }
 };
 

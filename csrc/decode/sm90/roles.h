@@ -21,27 +21,39 @@ inline constexpr int kGatherRegisters = 48;
 static_assert(kTileThreads * kLaunchRegisters <= 65536 &&
               kScoreRegisters + 2 * kValueRegisters + 2 * kGatherRegisters <= 5 * kLaunchRegisters);
 
-// With 16 or 32 heads all of O is in warpgroup 1, and warpgroup 0 keeps what it gets.
-inline constexpr int kFewLaunchRegisters = 128;
-inline constexpr int kFewValueRegisters = 176;
-inline constexpr int kFewGatherRegisters = 112;
-inline constexpr int kFewScoreRegisters = kFewGatherRegisters;
-static_assert(kThreads * kFewLaunchRegisters <= 65536 &&
-              kFewScoreRegisters + kFewValueRegisters + 2 * kFewGatherRegisters <= 4 * kFewLaunchRegisters);
-
-// With 8 heads four warpgroups compute scores and add to O, one copies rows, one makes weights of scores.
+// With 8, 16 or 32 heads four warpgroups compute scores and add to O, one copies rows, one makes weights of scores.
 inline constexpr int kEightHeads = 8;
 inline constexpr int kAttendWarps = 16;
 inline constexpr int kCopyWarps = 4;
 inline constexpr int kWeighWarps = 4;
 inline constexpr int kAttendThreads = kAttendWarps * 32;
-inline constexpr int kEightHeadsThreads = kAttendThreads + (kCopyWarps + kWeighWarps) * 32;
-inline constexpr int kEightHeadsLaunchRegisters = 80;
+inline constexpr int kRawThreads = kAttendThreads + (kCopyWarps + kWeighWarps) * 32;
+inline constexpr int kRawLaunchRegisters = 80;
+inline constexpr int kRawRegisters = kRawThreads / 32 * kRawLaunchRegisters;  // of a lane of every warp
+static_assert(kRawThreads * kRawLaunchRegisters <= 65536);
+
+// 8: each of the four does both.
 inline constexpr int kAttendRegisters = 96;
 inline constexpr int kCopyRegisters = 48;
 inline constexpr int kWeighRegisters = 48;
-static_assert(kEightHeadsThreads * kEightHeadsLaunchRegisters <= 65536 &&
-              kAttendWarps * kAttendRegisters + kCopyWarps * kCopyRegisters + kWeighWarps * kWeighRegisters <=
-                  kEightHeadsThreads / 32 * kEightHeadsLaunchRegisters);
+static_assert(kAttendWarps * kAttendRegisters + kCopyWarps * kCopyRegisters + kWeighWarps * kWeighRegisters <=
+              kRawRegisters);
+
+// 16 or 32: two compute scores, two add to O.
+inline constexpr int kScoreThreads = 2 * kWarpgroupThreads;
+inline constexpr int kValueThreads = kAttendThreads - kScoreThreads;
+inline constexpr int kFewLaunchRegisters = kRawLaunchRegisters;
+template <int kHeads>
+inline constexpr int kFewScoreRegisters = kHeads == 32 ? 72 : 88;
+template <int kHeads>
+inline constexpr int kFewValueRegisters = kHeads == 32 ? 120 : 104;
+inline constexpr int kFewCopyRegisters = 40;
+inline constexpr int kFewWeighRegisters = 56;
+template <int kHeads>
+inline constexpr bool kFewRegistersFit =
+    kScoreThreads / 32 * kFewScoreRegisters<kHeads> + kValueThreads / 32 * kFewValueRegisters<kHeads> +
+        kCopyWarps * kFewCopyRegisters + kWeighWarps * kFewWeighRegisters <=
+    kRawRegisters;
+static_assert(kFewRegistersFit<16> && kFewRegistersFit<32>);
 
 }  // namespace sgl_dsv4::sm90

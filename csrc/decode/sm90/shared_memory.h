@@ -98,29 +98,10 @@ struct alignas(1024) SharedMemory {
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + kBlockBytes);
 
-// The same for 16 or 32 heads, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four
-// pairs of heads.
+// ---- 8, 16 or 32 heads: raw tiles ----
+
+// Results, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four pairs of heads.
 inline constexpr int kFewResultPitch = kHeadDim + 4;
-
-template <int kHeads>
-struct alignas(1024) FewHeadsSharedMemory {
-  static constexpr int kValueThreads = kWarpgroupThreads;
-
-  uint8_t keys[kStages][kTileBytes];
-  uint8_t q[kHeads * kHeadDim * 2];
-  uint8_t weights[kHeads * kTileKeys * 2];
-  uint8_t ring[kRing][kRingSlotBytes];
-  float decay[kStages][kHeads];
-  alignas(16) float warp_values[kStages][kHeads][4];  // maxima of a tile, at the end sums, of each warp's keys
-  float inverse[kHeads];
-  float factor[kHeads];  // before that, at the end, the unit
-  float rotation[kRopeDim];
-  uint32_t attended[kStages][kTileKeys / 8];
-  Barriers barriers;
-};
-static_assert(sizeof(FewHeadsSharedMemory<32>) <= 227 * 1024);
-
-// ---- 8 heads: raw rows ----
 
 inline constexpr int kRawStages = 4;
 inline constexpr int kRawRowBytes = V4Layout::kDataBytes;
@@ -147,12 +128,15 @@ struct alignas(128) RawTile {
   uint8_t scales[kTileKeys][V4Layout::kScaleBytes];
   uint16_t factors[kNumScales + 1][kTileKeys];  // bf16, the first factor of each scale, at weight_place(key)
   uint16_t attended[kCopyWarps];                // bit i of word w: key 16 w + i
-  bool large[kWeighWarps];                      // a scale that the warp has seen needs a second factor
+  alignas(4) bool large[kWeighWarps];           // a scale that the warp has seen needs a second factor
+  uint8_t boost[kTileKeys];                     // 16 or 32 heads, by a warp with a large scale (few_heads.cuh)
 };
 
 // Pitches of 4 words modulo 32: scores and results are stored as those of few heads, weights loaded 16 bytes a lane.
 // Q at a multiple of 128 bytes: the addresses of the two chunks that a lane loads then differ in one bit.
 struct alignas(128) EightHeadsSharedMemory {
+  static constexpr int kEmptyThreads = kRawThreads;  // of the barrier behind a tile: all roles
+
   RawTile tiles[kRawStages];
   union {
     struct {
@@ -171,5 +155,29 @@ struct alignas(128) EightHeadsSharedMemory {
   uint64_t weights_full[2];
 };
 static_assert(sizeof(EightHeadsSharedMemory) <= 227 * 1024);
+
+// Q and P are operands of wgmma, in blocks of 128 bytes a head: of 64 channels, of the 64 keys. Results replace tiles.
+template <int kHeads>
+struct alignas(1024) FewHeadsSharedMemory {
+  // With 16 heads a tile's scores come from two warpgroups, which have half of the channels each, with 32 from one.
+  static constexpr int kScoreParts = kHeads == 16 ? 2 : 1;
+  static constexpr int kEmptyThreads = kRawThreads - (2 - kScoreParts) * kWarpgroupThreads;
+
+  union {
+    RawTile tiles[kRawStages];
+    float results[kHeads][kFewResultPitch];
+  };
+  alignas(1024) uint8_t q[kHeads * kHeadDim * 2];
+  alignas(1024) uint8_t weights[2][kHeads * kTileKeys * 2];
+  float scores[2][kScoreParts][kHeads][kTileKeys + 4];
+  float decay[2][kHeads];
+  float q_scale[kHeads];  // 2^e, what the head was divided by
+  float inverse[kHeads];
+  float factor[kHeads];
+  float rotation[kRopeDim];
+  uint64_t full[kRawStages];
+  uint64_t weights_full[2];
+};
+static_assert(sizeof(FewHeadsSharedMemory<16>) <= 227 * 1024 && sizeof(FewHeadsSharedMemory<32>) <= 227 * 1024);
 
 }  // namespace sgl_dsv4::sm90

@@ -156,78 +156,52 @@ __global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __
   write_results<kLaunchRegisters>(p, any, kTileHeads, kTileThreads, kResultPitch, shared);
 }
 
-// ---- 16 or 32 heads a block ----
+// ---- 8, 16 or 32 heads a block ----
 
-template <int kHeads>
-__global__ void __launch_bounds__(kThreads, 1) few_heads_kernel(const __grid_constant__ DecodeParams p) {
+// Kernel: its roles. Other roles than the attending one end where they are: what comes behind a branch has one limit of
+// registers.
+template <typename Kernel>
+__global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<FewHeadsSharedMemory<kHeads>*>(shared_bytes);
-  const int warpgroup = my_warpgroup();
-  const Start start = begin(p, kHeads, warpgroup, shared);
-  bool any;
-  if (gathers(warpgroup)) {
-    ptx::setmaxnreg_dec<kFewGatherRegisters>();
-    any = gather(p, start.part, start.lengths, start.guess, shared);
-  } else {
-    const Work w = begin_attending<kHeads>(p, start, true, ptx::shared_address(shared.q), any);
-    if (warpgroup == 0) {
-      ptx::setmaxnreg_dec<kFewScoreRegisters>();
-      if (any) FewHeads<kHeads>::attend_scores(p, w, shared);
-    } else {
-      ptx::setmaxnreg_inc<kFewValueRegisters>();
-      if (any) FewHeads<kHeads>::attend_values(p, w, shared);
-      end_role<kFewGatherRegisters>(warpgroup);
-    }
-  }
-  write_results<kFewLaunchRegisters>(p, any, kHeads, kThreads, kFewResultPitch, shared);
-}
-
-// ---- 8 heads a block ----
-
-__global__ void __launch_bounds__(kEightHeadsThreads, 1) eight_heads_kernel(const __grid_constant__ DecodeParams p) {
-  extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<EightHeadsSharedMemory*>(shared_bytes);
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_bytes);
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
-    eight_heads::init_barriers(shared);
+    init_raw_barriers(shared);
     ptx::mbarrier_init_fence();
   }
-  const int warp = eight_heads::my_warp();
-  const Part part = my_part(p, kEightHeads);
+  const int warp = my_warp();
+  const Part part = my_part(p, Kernel::kBlockHeads);
   Lengths lengths = find_lengths(p, part);
   Guess guess;
-  if (eight_heads::copies(warp)) {
-    guess = guess_keys(p, part, eight_heads::copy_key());
+  if (copies(warp)) {
+    guess = guess_keys(p, part, copy_key());
     for (const int32_t*& at : guess.at) ptx::keep(at);
   }
   for (const int32_t*& at : lengths.at) ptx::keep(at);
   __syncthreads();
   ptx::griddepcontrol_wait();
 
-  // Other roles end where they are: what comes behind a branch has one limit of registers.
-  if (eight_heads::weighs(warp)) {
-    ptx::setmaxnreg_dec<kWeighRegisters>();
-    if (eight_heads::weigh_tiles(p, part, lengths, shared)) ptx::bar_sync(0, kEightHeadsThreads);
+  if (weighs(warp)) {
+    ptx::setmaxnreg_dec<Kernel::kWeighRegisters>();
+    if (Kernel::weigh_tiles(p, part, lengths, shared)) ptx::bar_sync(0, kRawThreads);
     return;
   }
-  if (eight_heads::copies(warp)) {
-    ptx::setmaxnreg_dec<kCopyRegisters>();
-    if (eight_heads::copy_tiles(p, part, lengths, guess, shared)) ptx::bar_sync(0, kEightHeadsThreads);
+  if (copies(warp)) {
+    ptx::setmaxnreg_dec<Kernel::kCopyRegisters>();
+    if (copy_tiles(p, part, lengths, guess, shared)) ptx::bar_sync(0, kRawThreads);
     return;
   }
-  ptx::setmaxnreg_inc<kAttendRegisters>();
-  if (!eight_heads::attend_tiles(p, part, lengths, shared)) {
+  if (!Kernel::attend_tiles(p, part, lengths, shared)) {
     write_empty(p, part, warp, kAttendWarps);
     return;
   }
-  ptx::bar_sync(0, kEightHeadsThreads);
+  ptx::bar_sync(0, kRawThreads);
   if (p.o_accum != nullptr) {
     write_partials(p, part, shared.results[0], kFewResultPitch, shared, warp, kAttendWarps);
   } else {
     write_outputs(p.finish, part, shared.results[0], kFewResultPitch, shared, warp, kAttendWarps);
   }
 }
-
 // ---- host ----
 
 struct Variant {
@@ -237,10 +211,14 @@ struct Variant {
   size_t shared_bytes;
 };
 
+template <typename Kernel>
+constexpr Variant raw_tiles_variant = {Kernel::kBlockHeads, kRawThreads, raw_tiles_kernel<Kernel>,
+                                       sizeof(typename Kernel::Shared)};
+
 constexpr Variant kVariants[] = {
-    {kEightHeads, kEightHeadsThreads, eight_heads_kernel, sizeof(EightHeadsSharedMemory)},
-    {16, kThreads, few_heads_kernel<16>, sizeof(FewHeadsSharedMemory<16>)},
-    {32, kThreads, few_heads_kernel<32>, sizeof(FewHeadsSharedMemory<32>)},
+    raw_tiles_variant<EightHeads>,
+    raw_tiles_variant<FewHeads<16>>,
+    raw_tiles_variant<FewHeads<32>>,
     {kTileHeads, kTileThreads, sparse_decode_kernel, sizeof(SharedMemory)},
 };
 

@@ -46,33 +46,55 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uin
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Few heads. kAcross = false: d (+)= A B^T, A 64 keys, B 16 or 32 heads, both 16 channels wide. kAcross = true: both
-// are read across, d (+)= A^T B, A 16 keys of 64 channels, B 16 keys of 16 or 32 weights, the 16 being summed over.
-template <bool kAcross>
-__device__ __forceinline__ void wgmma_few_heads(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
+// 16 or 32 heads: d (+)= A B^T. A: 64 rows of 16 values in registers, laid out as mma.m16n8k16's (ptx.cuh), 16 rows a
+// warp, of which `a` are the thread's four. B: as many rows as heads, in shared memory.
+__device__ __forceinline__ void wgmma_f16(float (&d)[8], const uint32_t* a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
-      "setp.ne.b32 p, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "%8, %9, p, 1, 1, %11, %11;\n"
+      "setp.ne.b32 p, %13, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
+      "%12, p, 1, 1, 0;\n"
       "}\n"
       : SGL_DSV4_ACC8(d, 0)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kAcross)));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
-template <bool kAcross>
-__device__ __forceinline__ void wgmma_few_heads(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_f16(float (&d)[16], const uint32_t* a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
-      "setp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "%16, %17, p, 1, 1, %19, %19;\n"
+      "setp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, "
+      "%20, p, 1, 1, 0;\n"
       "}\n"
       : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kAcross)));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+__device__ __forceinline__ void wgmma_bf16(float (&d)[8], const uint32_t* a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %13, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
+      "%12, p, 1, 1, 0;\n"
+      "}\n"
+      : SGL_DSV4_ACC8(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+__device__ __forceinline__ void wgmma_bf16(float (&d)[16], const uint32_t* a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, "
+      "%20, p, 1, 1, 0;\n"
+      "}\n"
+      : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
 #undef SGL_DSV4_ACC8
@@ -83,6 +105,12 @@ template <int kCount>
 __device__ __forceinline__ void pin(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void pin(uint32_t (&a)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 // Before the first product that uses registers which ordinary instructions wrote.
@@ -101,6 +129,13 @@ template <int kLater, int kCount>
 __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
   pin(d);
+}
+
+// The same for an operand in registers, which may then be written again.
+template <int kLater, int kCount>
+__device__ __forceinline__ void wgmma_wait_operands(uint32_t (&a)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
+  pin(a);
 }
 
 }  // namespace sgl_dsv4::sm90

@@ -20,8 +20,8 @@ __device__ __forceinline__ bool gathers(int warpgroup) {
 }
 
 enum NamedBarrier : int { kConsumersMeet = 1, kScoresMeet = 2, kRoleEnds = 3 };
-// 8 heads a block: kConsumersMeet, and one a buffer, one a stage.
-enum EightHeadsBarrier : int { kScoresFull = 2, kEmpty = 4 };
+// 8, 16 or 32 heads a block: kConsumersMeet, and one a buffer, one a stage.
+enum RawBarrier : int { kScoresFull = 2, kEmpty = 4, kWeightsEmpty = 8, kQueryStored = 10 };
 
 // Rows, heads and split of a block.
 struct Part {

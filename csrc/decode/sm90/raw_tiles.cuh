@@ -1,0 +1,158 @@
+// What the kernels of 8, 16 and 32 heads a block share: tiles of 64 keys that stay in shared memory as the cache has
+// them. Turns, the copying warps, a head of the query in a warp's registers, codes of values.
+#pragma once
+
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "decode/sm90/consume.cuh"
+#include "decode/sm90/dequant.cuh"
+#include "decode/sm90/gather.cuh"
+#include "decode/sm90/work.cuh"
+
+namespace sgl_dsv4::sm90 {
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ int my_warp() {
+  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
+}
+__device__ __forceinline__ bool copies(int warp) {
+  return warp >= kAttendWarps && warp < kAttendWarps + kCopyWarps;
+}
+__device__ __forceinline__ bool weighs(int warp) {
+  return warp >= kAttendWarps + kCopyWarps;
+}
+
+inline constexpr int kHandOvers = 2;  // arrivals of a copying thread, a tile
+
+template <typename Shared>
+__device__ __forceinline__ void init_raw_barriers(Shared& shared) {
+  const auto init = [](uint64_t& barrier, int threads) {
+    ptx::mbarrier_init(ptx::shared_address(&barrier), static_cast<uint32_t>(threads));
+  };
+  for (uint64_t& barrier : shared.full) init(barrier, kHandOvers * kCopyWarps * 32);
+  for (uint64_t& barrier : shared.weights_full) init(barrier, kWeighWarps * 32);
+}
+
+// A tile's number in its block, and what follows from it.
+struct Turn {
+  int tile = 0, stage = 0;
+  uint32_t stage_parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    ++tile;
+    stage = stage == kRawStages - 1 ? 0 : stage + 1;
+    stage_parity ^= stage == 0;
+  }
+  __device__ __forceinline__ int buffer() const { return tile & 1; }
+  __device__ __forceinline__ uint32_t buffer_parity() const { return static_cast<uint32_t>(tile >> 1 & 1); }
+  __device__ __forceinline__ uint32_t tile_at() const { return static_cast<uint32_t>(stage * sizeof(RawTile)); }
+};
+
+// ---- copying ----
+
+__device__ __forceinline__ int copy_warp() {
+  return static_cast<int>(threadIdx.x) / 32 - kAttendWarps;
+}
+// Two lanes of a copying warp have the same key.
+__device__ __forceinline__ int copy_key() {
+  return copy_warp() * kCopyKeys + static_cast<int>(threadIdx.x) % kCopyKeys;
+}
+
+// Starts the copies of a warp's 16 rows, each lane `row` of its key: an instruction takes 64 bytes of 8 rows.
+__device__ __forceinline__ void copy_rows(const Row& row, RawTile& tile, int lane) {
+  if (lane < kCopyKeys) ptx::cp_async_8_if(row.attended, ptx::shared_address(tile.scales[copy_key()]), row.scales);
+  const uint32_t attended = __ballot_sync(kAllLanes, row.attended);
+  const uint64_t data = reinterpret_cast<uint64_t>(row.data);
+  const int g = lane / 4, part = lane % 4;
+#pragma unroll
+  for (int i = 0; i < kCopyKeys; i += 8) {
+    const uint64_t from = __shfl_sync(kAllLanes, data, g + i) + part * 16;
+    const bool wanted = attended >> (g + i) & 1;
+    const uint32_t to = ptx::shared_address(tile.rows) + raw_offset(copy_warp() * kCopyKeys + g + i, part);
+#pragma unroll
+    for (int c = 0; c < V4Layout::kDataBytes; c += kChunkBytes)
+      ptx::cp_async_16_if(wanted, to + c, reinterpret_cast<const void*>(from + c));
+  }
+  if (lane == 0) tile.attended[copy_warp()] = static_cast<uint16_t>(attended);
+}
+
+// Arrives once for the thread's copies, when they have landed, and once for what it has stored. To hand a tile over
+// only behind the issue of the next one's copies, or by one lane a warp, is no faster.
+__device__ __forceinline__ void hand_over(uint64_t& full) {
+  ptx::cp_async_mbarrier_arrive(ptx::shared_address(&full));
+  ptx::mbarrier_arrive(ptx::shared_address(&full));
+}
+
+// The role. Returns whether the block has keys.
+template <typename Shared>
+__device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& part, const Lengths& lengths_at,
+                                           const Guess& guess, Shared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, key = copy_key();
+  const int first_guessed = ld_int(guess.at[0]);
+  const RowLengths lengths = load(lengths_at);
+  const int second_guessed = ld_int(guess.at[1]);
+  __syncwarp();  // keeps the loads here, as in gather()
+  const int guessed[2] = {guess.at[0] != nullptr ? first_guessed : -1, guess.at[1] != nullptr ? second_guessed : -1};
+
+  // The first rows: as guessed, then as the lengths say.
+  copy_rows(locate(p.source[guess.keys[0].extra], guessed[0]), shared.tiles[0], lane);
+  const Work w = my_work(p, part, lengths_at, lengths);
+  if (w.range.empty()) {
+    ptx::cp_async_wait();
+    return false;
+  }
+  const int slot = first_slot(p, w, guess, 0, guessed[0], key);
+  const bool extra = w.range.begin >= w.row.main_blocks;
+  if (__any_sync(kAllLanes, slot != guessed[0] || extra != guess.keys[0].extra)) {
+    ptx::cp_async_wait();
+    copy_rows(locate(p.source[extra], slot), shared.tiles[0], lane);
+  }
+  hand_over(shared.full[0]);
+  int next_slot = first_slot(p, w, guess, 1, guessed[1], key);
+  int later_slot = load_slot(p, w, w.range.begin + 2, key);
+
+  Turn turn;
+  const int tiles = w.range.end - w.range.begin;
+#pragma unroll 1
+  for (turn.advance(); turn.tile < tiles; turn.advance()) {
+    const int tile = w.range.begin + turn.tile;
+    const Row row = locate(p.source[tile >= w.row.main_blocks], next_slot);
+    next_slot = later_slot;
+    later_slot = load_slot(p, w, tile + 2, key);
+    if (turn.tile >= kRawStages) ptx::bar_sync(kEmpty + turn.stage, Shared::kEmptyThreads);
+    copy_rows(row, shared.tiles[turn.stage], lane);
+    hand_over(shared.full[turn.stage]);
+  }
+  ptx::cp_async_wait();
+  return true;
+}
+
+// ---- the query ----
+
+// Head `head` of the block, in the registers of a warp; zeros past the last one.
+__device__ __forceinline__ query::Values load_head(const DecodeParams& p, const Part& part, int head, int lane) {
+  query::Values values = {};
+  if (head >= part.heads) return values;
+  const auto* row = static_cast<const __nv_bfloat16*>(p.q) + part.token * p.stride_q_token +
+                    (part.first_head + head) * p.stride_q_head + lane * query::kVec;
+#pragma unroll
+  for (int i = 0; i < query::kVectors; ++i) {
+    const auto* at = row + i * 32 * query::kVec;
+    values.vector[i] = p.q_is_aligned ? query::load_vector<true>(at) : query::load_vector<false>(at);
+  }
+  return values;
+}
+
+// ---- values ----
+
+// Two codes, of neighbouring keys, of the even or of the odd channel, times 2^-120.
+__device__ __forceinline__ uint32_t even_channel(uint32_t codes) {
+  return ptx::prmt<0xa280>(codes) * 16 & kPlacedPair;
+}
+__device__ __forceinline__ uint32_t odd_channel(uint32_t codes) {
+  return ptx::prmt<0xb391>(codes) * 16 & kPlacedPair;
+}
+
+}  // namespace sgl_dsv4::sm90
