@@ -1,5 +1,5 @@
-// What the consuming warpgroups of 16, 32 and 64 heads a block share: barriers, places, the unit of weights, the query.
-// 8 heads take the unit and the addresses of the query.
+// What the consuming warpgroups of 64 heads a block share: barriers, places, the unit of weights, the query. The other
+// kernels take the unit, and st_query().
 #pragma once
 
 #include <cstdint>
@@ -12,19 +12,17 @@ namespace sgl_dsv4::sm90 {
 
 inline constexpr int kConsumerWarps = kConsumerThreads / 32;
 
-template <typename Shared>
-__device__ __forceinline__ void init_barriers(Shared& shared) {
+__device__ __forceinline__ void init_barriers(Barriers& barriers) {
   const auto init = [](uint64_t& barrier, int threads) {
     ptx::mbarrier_init(ptx::shared_address(&barrier), static_cast<uint32_t>(threads));
   };
-  Barriers& barriers = shared.barriers;
   for (int i = 0; i < kStages * 2; ++i) {
     init(barriers.full[i / 2][i % 2], kGatherThreads);
     init(barriers.empty[i / 2][i % 2], kWarpgroupThreads);
   }
   for (uint64_t& barrier : barriers.decay_full) init(barrier, kWarpgroupThreads);
   init(barriers.weights_full, kWarpgroupThreads);
-  init(barriers.weights_empty, Shared::kValueThreads);
+  init(barriers.weights_empty, kTileValueThreads);
 }
 
 // A thread's place in an accumulator (wgmma.cuh).
@@ -73,13 +71,10 @@ __device__ __forceinline__ float next_unit(float tile_most, float& top, float& u
 
 using QueryVector = Words<query::kPairs>;
 
-// Heads that a warp normalises at once, as many as its registers hold.
-template <int kHeads>
-inline constexpr int kHeadsAtOnce = kHeads == kTileHeads ? 2 : kHeads / kConsumerWarps;
+inline constexpr int kHeadsAtOnce = 2;  // that a warp normalises, as many as its registers hold
 
-template <int kHeads>
 __device__ __forceinline__ uint32_t q_vector(uint32_t q, int head, int vector, int lane) {
-  return q + q_offset(head, (32 * vector + lane) * query::kVec, kHeads);
+  return q + q_offset(head, (32 * vector + lane) * query::kVec, kTileHeads);
 }
 __device__ __forceinline__ QueryVector ld_query(uint32_t address) {
   const uint4 v = ptx::ld_shared(address);
@@ -89,10 +84,9 @@ __device__ __forceinline__ void st_query(uint32_t address, const QueryVector& v)
   ptx::st_shared(address, make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
 }
 
-// Starts the copies of the block's heads into shared memory at `q`, in blocks of kHeads rows, by both warpgroups,
-// beside the loads of the lengths: whether the block has keys is not known yet. Heads past the last become zeros.
-// Returns the row's position, where its query is rotated.
-template <int kHeads>
+// Starts the copies of the block's heads into shared memory at `q`, by both warpgroups, beside the loads of the
+// lengths: whether the block has keys is not known yet. Heads past the last become zeros. Returns the row's position,
+// where its query is rotated.
 __device__ __forceinline__ query::Position load_q(const DecodeParams& p, const Part& w, uint32_t q) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const query::Position position = query::load_position(p.query, w.token, p.query.freqs_cis != nullptr);
@@ -101,22 +95,22 @@ __device__ __forceinline__ query::Position load_q(const DecodeParams& p, const P
   constexpr int kVectorStep = 32 * query::kVec;
   if (p.q_is_aligned) {
 #pragma unroll
-    for (int head = warp; head < warp + kHeads; head += kConsumerWarps) {
+    for (int head = warp; head < warp + kTileHeads; head += kConsumerWarps) {
       const bool wanted = head < w.heads;
       const auto* row = rows + (wanted ? head : 0) * p.stride_q_head;
 #pragma unroll
       for (int v = 0; v < query::kVectors; ++v)
-        ptx::cp_async_16_if(wanted, q_vector<kHeads>(q, head, v, lane), row + v * kVectorStep);
-      if ((head - warp) / kConsumerWarps % kHeadsAtOnce<kHeads> == kHeadsAtOnce<kHeads> - 1) ptx::cp_async_commit();
+        ptx::cp_async_16_if(wanted, q_vector(q, head, v, lane), row + v * kVectorStep);
+      if ((head - warp) / kConsumerWarps % kHeadsAtOnce == kHeadsAtOnce - 1) ptx::cp_async_commit();
     }
   } else {
 #pragma unroll 1
-    for (int head = warp; head < kHeads; head += kConsumerWarps) {
+    for (int head = warp; head < kTileHeads; head += kConsumerWarps) {
 #pragma unroll
       for (int v = 0; v < query::kVectors; ++v) {
         QueryVector x = {};
         if (head < w.heads) x = query::load_vector<false>(rows + head * p.stride_q_head + v * kVectorStep);
-        st_query(q_vector<kHeads>(q, head, v, lane), x);
+        st_query(q_vector(q, head, v, lane), x);
       }
     }
   }
@@ -124,43 +118,38 @@ __device__ __forceinline__ query::Position load_q(const DecodeParams& p, const P
 }
 
 // As the copies arrive; zeros past the last head stay zeros.
-template <int kHeads>
 __device__ __forceinline__ void normalise_q(const DecodeParams& p, const Work& w, uint32_t q) {
-  constexpr int kAtOnce = kHeadsAtOnce<kHeads>;
-  constexpr int kRounds = kHeads / (kAtOnce * kConsumerWarps);
+  constexpr int kRounds = kTileHeads / (kHeadsAtOnce * kConsumerWarps);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
-  for (int first = warp; first < w.heads; first += kAtOnce * kConsumerWarps) {
+  for (int first = warp; first < w.heads; first += kHeadsAtOnce * kConsumerWarps) {
     ptx::cp_async_wait_but<kRounds - 1>();
     ptx::cp_async_commit();  // an empty group: so the count is right in every round
-    query::Values heads[kAtOnce];
+    query::Values heads[kHeadsAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce * query::kVectors; ++i)
+    for (int i = 0; i < kHeadsAtOnce * query::kVectors; ++i)
       heads[i / query::kVectors].vector[i % query::kVectors] =
-          ld_query(q_vector<kHeads>(q, first + i / query::kVectors * kConsumerWarps, i % query::kVectors, lane));
+          ld_query(q_vector(q, first + i / query::kVectors * kConsumerWarps, i % query::kVectors, lane));
     query::normalise(heads, p.query.eps);
 #pragma unroll
-    for (int i = 0; i < kAtOnce * query::kVectors; ++i) {
+    for (int i = 0; i < kHeadsAtOnce * query::kVectors; ++i) {
       const int head = first + i / query::kVectors * kConsumerWarps;
       if (head < w.heads)
-        st_query(q_vector<kHeads>(q, head, i % query::kVectors, lane),
-                 heads[i / query::kVectors].vector[i % query::kVectors]);
+        st_query(q_vector(q, head, i % query::kVectors, lane), heads[i / query::kVectors].vector[i % query::kVectors]);
     }
   }
 }
 
 // Four heads of a warp at once, eight lanes each.
-template <int kHeads>
 __device__ __forceinline__ void rotate_q(const Work& w, uint32_t q, const query::Factors& factors) {
   constexpr int kStep = 32 / query::kRopeVectors * kConsumerWarps;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int first = warp + lane / query::kRopeVectors * kConsumerWarps;
   __syncwarp();  // what the warp's other lanes have copied and normalised is in shared memory
 #pragma unroll
-  for (int head = first; head < first + kHeads; head += kStep) {
+  for (int head = first; head < first + kTileHeads; head += kStep) {
     if (head >= w.heads) break;
-    const uint32_t at =
-        q_vector<kHeads>(q, head, query::kVectors - 1, query::kFirstRopeLane + lane % query::kRopeVectors);
+    const uint32_t at = q_vector(q, head, query::kVectors - 1, query::kFirstRopeLane + lane % query::kRopeVectors);
     QueryVector v = ld_query(at);
     query::rotate(v, factors);
     st_query(at, v);
@@ -169,14 +158,13 @@ __device__ __forceinline__ void rotate_q(const Work& w, uint32_t q, const query:
 
 // Q in shared memory at `q`, with its norm and rotation, where they are asked for: by both warpgroups, in one place of
 // a kernel, behind load_q().
-template <int kHeads>
 __device__ __forceinline__ void finish_q(const DecodeParams& p, const Work& w, query::Position position, uint32_t q) {
   query::Factors factors = {};
   if (p.query.freqs_cis != nullptr)
     factors = query::load_factors<false>(p.query, position, static_cast<int>(threadIdx.x) % query::kRopeVectors);
-  if (p.query.has_norm) normalise_q<kHeads>(p, w, q);
+  if (p.query.has_norm) normalise_q(p, w, q);
   ptx::cp_async_wait();
-  if (p.query.freqs_cis != nullptr) rotate_q<kHeads>(w, q, factors);
+  if (p.query.freqs_cis != nullptr) rotate_q(w, q, factors);
   ptx::fence_proxy_async();
   consumers_meet();
 }

@@ -8,8 +8,10 @@
 // are noticed, and mended outside of the usual path, as is the scale byte 255, NaN.
 //
 // Codes 0x7f and 0xff are NaN. They too are only noticed: one NaN anywhere in a row makes all scores of that key NaN,
-// and with them the whole result, so one is stored where it is cheap. (8 heads a block: eight_heads.cuh takes from here
-// the placing and the factors.)
+// and with them the whole result, so one is stored where it is cheap.
+//
+// So at 64 heads a block. Of 8, 16 and 32 the scores take codes another way, and the values place them two keys at a
+// time (raw_tiles.cuh): from here come the bits that a placed code has and the factors of scales.
 #pragma once
 
 #include <cstdint>

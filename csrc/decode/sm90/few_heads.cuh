@@ -447,13 +447,13 @@ struct FewHeads {
     store_heads(p, heads, position, shared, warp, lane);
     ptx::bar_sync(kQueryStored, kQueryThreads);
     if (warp < kScoreThreads / 32) {
-      move_registers<kFewLaunchRegisters, kFewScoreRegisters<kHeads>>();
+      move_registers<kRawLaunchRegisters, kFewScoreRegisters<kHeads>>();
       attend_scores(w, shared, warp / 4);
-      move_registers<kFewScoreRegisters<kHeads>, kFewLaunchRegisters>();
+      move_registers<kFewScoreRegisters<kHeads>, kRawLaunchRegisters>();
     } else {
-      move_registers<kFewLaunchRegisters, kFewValueRegisters<kHeads>>();
+      move_registers<kRawLaunchRegisters, kFewValueRegisters<kHeads>>();
       attend_values(w, shared, warp - kScoreThreads / 32, lane);
-      move_registers<kFewValueRegisters<kHeads>, kFewLaunchRegisters>();
+      move_registers<kFewValueRegisters<kHeads>, kRawLaunchRegisters>();
     }
     return true;
   }

@@ -1,5 +1,5 @@
-// The gathering warpgroups: index lists -> rows of the cache -> bf16 tiles in shared memory. (8 heads a block: only the
-// way from index lists to rows, eight_heads.cuh copies these as they are.)
+// From index lists to rows of the cache, for all kernels; and the gathering warpgroups of 64 heads a block: rows ->
+// bf16 tiles in shared memory. (The others copy rows as they are, raw_tiles.cuh.)
 //
 // A warp has 8 keys of every tile, 4 lanes a key. One copy instruction takes 64 consecutive bytes of each of its 8
 // rows: nine of them are a row, the first seven one scale group each, the last two the RoPE part. Raw chunks come
@@ -96,9 +96,8 @@ __device__ __forceinline__ void multiply_shared(uint32_t address, uint32_t facto
 }
 
 // Returns whether the block has keys.
-template <typename Shared>
 __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block, const Lengths& lengths_at,
-                                       const Guess& guess, Shared& shared) {
+                                       const Guess& guess, SharedMemory& shared) {
   const int first_guessed = ld_int(guess.at[0]);
   const RowLengths lengths = load(lengths_at);
   const int second_guessed = ld_int(guess.at[1]);

@@ -3,17 +3,17 @@
 
 namespace sgl_dsv4::sm90 {
 
-// Warpgroup 0 computes scores and weights, 1 adds to O, 2 and 3 gather. At 64 heads O takes 128 registers of each
-// thread of two warpgroups: 1 has the left half, 4 the right one. setmaxnreg moves registers between the roles; the
-// limits of all warpgroups add up to what the block is launched with. Behind its role a warpgroup has no more than a
-// gathering one: nobody takes registers back before all have met, or a value warpgroup that comes late to a short block
-// would wait for them for ever.
+// setmaxnreg moves registers between the roles; the limits of all warps add up to what the block is launched with.
+//
+// 64 heads: warpgroup 0 computes scores and weights, 2 and 3 gather, 1 and 4 add to O, which takes 128 registers of
+// each of their threads: 1 has the left half of the channels, 4 the right one. Behind its role a warpgroup has no more
+// registers than a gathering one: nobody takes registers back before all have met, or a value warpgroup that comes late
+// to a short block would wait for them for ever.
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kConsumerThreads = 2 * kWarpgroupThreads;  // 0 and 1, which load Q
 inline constexpr int kGatherThreads = 2 * kWarpgroupThreads;
-inline constexpr int kThreads = kConsumerThreads + kGatherThreads;
-
-inline constexpr int kTileThreads = kThreads + kWarpgroupThreads;
+inline constexpr int kTileValueThreads = 2 * kWarpgroupThreads;  // 1 and 4
+inline constexpr int kTileThreads = kConsumerThreads + kGatherThreads + kWarpgroupThreads;
 inline constexpr int kLaunchRegisters = 96;
 inline constexpr int kScoreRegisters = 64;
 inline constexpr int kValueRegisters = 160;
@@ -21,7 +21,7 @@ inline constexpr int kGatherRegisters = 48;
 static_assert(kTileThreads * kLaunchRegisters <= 65536 &&
               kScoreRegisters + 2 * kValueRegisters + 2 * kGatherRegisters <= 5 * kLaunchRegisters);
 
-// With 8, 16 or 32 heads four warpgroups compute scores and add to O, one copies rows, one makes weights of scores.
+// 8, 16 or 32 heads: four warpgroups compute scores and add to O, one copies rows, one makes weights of scores.
 inline constexpr int kEightHeads = 8;
 inline constexpr int kAttendWarps = 16;
 inline constexpr int kCopyWarps = 4;
@@ -32,17 +32,17 @@ inline constexpr int kRawLaunchRegisters = 80;
 inline constexpr int kRawRegisters = kRawThreads / 32 * kRawLaunchRegisters;  // of a lane of every warp
 static_assert(kRawThreads * kRawLaunchRegisters <= 65536);
 
-// 8: each of the four does both.
-inline constexpr int kAttendRegisters = 96;
-inline constexpr int kCopyRegisters = 48;
-inline constexpr int kWeighRegisters = 48;
-static_assert(kAttendWarps * kAttendRegisters + kCopyWarps * kCopyRegisters + kWeighWarps * kWeighRegisters <=
+// 8 heads: each of the four does both.
+inline constexpr int kEightAttendRegisters = 96;
+inline constexpr int kEightCopyRegisters = 48;
+inline constexpr int kEightWeighRegisters = 48;
+static_assert(kAttendWarps * kEightAttendRegisters + kCopyWarps * kEightCopyRegisters +
+                  kWeighWarps * kEightWeighRegisters <=
               kRawRegisters);
 
-// 16 or 32: two compute scores, two add to O.
+// 16 or 32 heads: two compute scores, two add to O.
 inline constexpr int kScoreThreads = 2 * kWarpgroupThreads;
 inline constexpr int kValueThreads = kAttendThreads - kScoreThreads;
-inline constexpr int kFewLaunchRegisters = kRawLaunchRegisters;
 template <int kHeads>
 inline constexpr int kFewScoreRegisters = kHeads == 32 ? 72 : 88;
 template <int kHeads>

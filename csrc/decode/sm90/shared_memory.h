@@ -1,8 +1,10 @@
 // Where everything lies in the shared memory of a block. Host code too: test/unit/test_decode_sm90.py checks it.
 //
-// A matrix of n rows (keys or heads) x 512 channels of bf16 is cut into 8 channel blocks of 64. A channel block is n
+// A matrix of n rows (keys or heads) x 512 channels of 16 bits is cut into 8 channel blocks of 64. A channel block is n
 // rows of 128 bytes; in each group of 8 rows (1024 bytes) the eight 16-byte chunks of row r stand in the order chunk ^
-// (r % 8), the "128-byte swizzle" of wgmma. Read along the channels it is Q or K; read across, V.
+// (r % 8), the "128-byte swizzle" of wgmma. So lie Q, for every number of heads, the keys of 64 heads a block (read
+// along the channels they are K; read across, V), and as one such block P, heads x 64 keys, for all but 8 heads. The
+// keys of 8, 16 or 32 heads stay as the cache has them.
 #pragma once
 
 #include <cstdint>
@@ -31,31 +33,18 @@ SGL_DSV4_HOST_DEVICE constexpr int tile_offset(int row, int channel) {
   return channel / kBlockChannels * kBlockBytes + row * kRowBytes + (chunk ^ row % 8) * 16 + channel % 8 * 2;
 }
 
-// With 8, 16 or 32 heads Q has fewer rows: byte offset of (head, channel) in a block of `heads` rows, a multiple of 8.
+// The same in Q of `heads` heads, 8 or 64.
 SGL_DSV4_HOST_DEVICE constexpr int q_offset(int head, int channel, int heads) {
   const int chunk = channel % kBlockChannels / 8;
   return channel / kBlockChannels * heads * kRowBytes + head * kRowBytes + (chunk ^ head % 8) * 16 + channel % 8 * 2;
 }
 
-// With 16 or 32 heads weights are stored key by key: groups of 8 keys x 8 heads are 128 consecutive bytes, 16 a key.
-// All groups of a tile's 64 keys follow each other, then those of the next 8 heads.
-inline constexpr int kWeightGroupBytes = 8 * 16;
-SGL_DSV4_HOST_DEVICE constexpr int weight_offset(int key, int head) {
-  return (head / 8 * (kTileKeys / 8) + key / 8) * kWeightGroupBytes + key % 8 * 16 + head % 8 * 2;
-}
-
 // PTX ISA, "matrix descriptor": start address, leading and stride byte offsets in units of 16 bytes, swizzle mode 1
-// (128 bytes). Stride: between groups of 8 rows. Leading: between channel blocks, used only by an operand that is read
-// across.
+// (128 bytes). Stride: between groups of 8 rows. Leading: between channel blocks of 64 rows, used only by an operand
+// that is read across.
 SGL_DSV4_HOST_DEVICE constexpr uint64_t operand_descriptor(uint32_t address) {
   return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kBlockBytes >> 4) << 16 |
          static_cast<uint64_t>(kGroupBytes >> 4) << 32 | static_cast<uint64_t>(1) << 62;
-}
-// The same without swizzle, for weights of few heads (weight_offset): leading byte offset between groups of 8 keys,
-// stride byte offset between groups of 8 heads.
-SGL_DSV4_HOST_DEVICE constexpr uint64_t weight_descriptor(uint32_t address) {
-  return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(kWeightGroupBytes >> 4) << 16 |
-         static_cast<uint64_t>(kWeightGroupBytes * kTileKeys / 8 >> 4) << 32;
 }
 // What moves a descriptor by `bytes`. Within 128 bytes of a row the swizzle is applied to the moved address.
 SGL_DSV4_HOST_DEVICE constexpr uint64_t descriptor_step(int bytes) {
@@ -82,8 +71,6 @@ struct Barriers {
 };
 
 struct alignas(1024) SharedMemory {
-  static constexpr int kValueThreads = 2 * kWarpgroupThreads;
-
   uint8_t q[kTileBytes];              // 64 heads; heads past the last are zeros
   uint8_t keys[kStages][kTileBytes];  // 64 keys each; keys that are not attended are zeros. Later, results
   uint8_t weights[kBlockBytes];       // P of a tile, 64 heads x 64 keys of bf16
@@ -156,7 +143,7 @@ struct alignas(128) EightHeadsSharedMemory {
 };
 static_assert(sizeof(EightHeadsSharedMemory) <= 227 * 1024);
 
-// Q and P are operands of wgmma, in blocks of 128 bytes a head: of 64 channels, of the 64 keys. Results replace tiles.
+// Q and P are operands of wgmma: blocks of 64 channels, and of the 64 keys. Results replace tiles.
 template <int kHeads>
 struct alignas(1024) FewHeadsSharedMemory {
   // With 16 heads a tile's scores come from two warpgroups, which have half of the channels each, with 32 from one.

@@ -1,8 +1,9 @@
-// The Hopper decode kernels, warp-specialised: a block has one row, one split and 64 heads (attend.cuh), 16 or 32
-// (few_heads.cuh), or 8 (eight_heads.cuh, whose head comment has its roles and barriers). Of 16, 32 and 64 heads:
+// The Hopper decode kernels, warp-specialised: a block has one row, one split and 64, 32, 16 or 8 heads. With 8
+// (eight_heads.cuh), 16 and 32 (few_heads.cuh) a tile's rows stay in shared memory as the cache has them
+// (raw_tiles.cuh); roles and barriers are in the head comments of these files. With 64 (gather.cuh, attend.cuh):
 //
 //   index lists -> cp.async ring -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys
-//   keys -> 1 warpgroup: scores, softmax -> weights, decay -> 2 warpgroups (few heads: 1): O = O decay + P V
+//   keys -> 1 warpgroup: scores, softmax -> weights, decay -> 2 warpgroups: O = O decay + P V
 //   results in shared memory -> all warps -> partials, or with one split the epilogue and the outputs
 //
 // barrier           who arrives             what becomes true
@@ -12,38 +13,41 @@
 // weights_full      scoring threads         the tile's P is in shared memory
 // weights_empty     all value threads       its decay has been read, and all products with its P are done
 // kConsumersMeet    warpgroups 0 and 1      Q, normalised and rotated, is in shared memory
-// kScoresMeet       warpgroup 0, few heads  every warp's maxima of the tile, at the end sums and units, are there
-// kRoleEnds + w     warpgroup w             its warps may give registers back (w: 0, 1, 4; few heads: 1)
+// kRoleEnds + w     warpgroup w: 0, 1, 4    its warps may give registers back
 // __syncthreads     all                     results, inverses and factors are in shared memory, registers given back
 //
 // Every thread arrives: what it stored is then ordered before the end of the phase without a barrier of its warp. What
 // ordinary stores left for wgmma, the threads that issue wgmma fence, after their wait: the gathering threads' fence
 // would include their own accesses under way.
 //
-// Shared memory at 64 heads, of 227 KiB: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, decay, masks. At 32
-// heads: two tiles 128, Q 32, P 4, ring 24. At 8: four raw tiles 151 (rows 144, scales and their factors 6), Q 8,
-// scores 17, P 2. Registers of a thread at 64 heads: O 128 of 160 in a value warpgroup, scores 32 of 64 in the scoring
-// one, 48 in a gathering one. At 8: O 8, Q 16 and 32 of a tile's values, of 96 in an attending warp, 48 in the others.
+// Shared memory, of 227 KiB. 64 heads: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, decay, masks. 8, 16, 32:
+// four raw tiles 151 (rows 144, scales and their factors 6), scores 17, Q 8, 16, 32, P 2, 4, 8.
 //
-// Nanoseconds a key and SM on an H200, unsplit, one row a SM, at 64, 32, 16 heads a block. Parts were measured by
-// leaving the others out; all is what 512 keys more take (128 rows, benchmark/results/h200/sparse_decode.csv):
+// Registers of a thread. 64 heads: O 128 of 160 in a value warpgroup, scores 32 of 64 in the scoring one, 48 in a
+// gathering one. 32, 16: O 64 of 120, 32 of 104 in a value warp; two sums of scores 32, 16 and operands 32 of 72, 88 in
+// a scoring one; 40 in a copying, 56 in a weighing one. 8: O 8, Q 16 and 32 of a tile's values, of 96 in an attending
+// warp, 48 in the others.
 //
-//   device memory        18          584 bytes at 4.27 TB/s over 132 SMs
-//   shared memory        23 21 19    tile written 8, ring 9, K 8, V 8, Q 8, 4, 2, P 5 or less, times 128 bytes a cycle
-//   tensor cores         16          Q K^T and P V
-//   gather, conversion   19          measured
-//   scores to P V        28          measured
-//   all                  35 30 27    measured
+// Nanoseconds a key and SM on an H200, unsplit, one row a SM, 64 heads a block. Parts were measured by leaving the
+// others out; all is what 512 keys more take (128 rows, benchmark/results/h200/sparse_decode.csv):
 //
-// Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 128 + 512 keys: 1 row, 8 heads (then in
-// few_heads.cuh) and one tile a block | 128 rows, 64 heads unsplit, where the first copies wait for the device memory:
+//   device memory        18    584 bytes at 4.27 TB/s over 132 SMs
+//   shared memory        23    tile written 8, ring 9, K 8, V 8, Q 8, P 5, times 128 bytes a cycle
+//   tensor cores         16    Q K^T and P V
+//   gather, conversion   19    measured
+//   scores to P V        28    measured
+//   all                  35    measured
+//
+// Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 128 + 512 keys: 1 row, 8 heads (then of
+// converted tiles too) and one tile a block | 128 rows, 64 heads unsplit, where the first copies wait for the device
+// memory:
 //
 //   index there, row asked for       1000 | 1300      first tile converted               3970 | 8900
 //   first chunk of the row there     1800 | 3000      it is scored, weighed and added    5660 | 13000
 //   Q there                          1300 | 7700      last P V to results in shared memory     250 | 1400
 //
-// What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2200 cycles at 64 heads),
-// scored (1500 to 2000, shared memory is contended), weighed (1300) and added (1000) before it can be filled again.
+// What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2200 cycles), scored (1500
+// to 2000, shared memory is contended), weighed (1300) and added (1000) before it can be filled again.
 #include "common/launch.h"
 #include "common/ptx.cuh"
 #include "decode/sm90/attend.cuh"
@@ -56,7 +60,7 @@
 namespace sgl_dsv4::sm90 {
 namespace {
 
-// ---- what the kernels of 16, 32 and 64 heads do before and after their roles ----
+// ---- 64 heads a block ----
 
 // What a block knows before it may read anything.
 struct Start {
@@ -66,15 +70,14 @@ struct Start {
 };
 
 // Barriers and addresses, then the previous kernel's end.
-template <typename Shared>
-__device__ __forceinline__ Start begin(const DecodeParams& p, int block_heads, int warpgroup, Shared& shared) {
+__device__ __forceinline__ Start begin(const DecodeParams& p, int warpgroup, SharedMemory& shared) {
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
-    init_barriers(shared);
+    init_barriers(shared.barriers);
     ptx::mbarrier_init_fence();
   }
   Start start;
-  start.part = my_part(p, block_heads);
+  start.part = my_part(p, kTileHeads);
   start.lengths = find_lengths(p, start.part);
   if (gathers(warpgroup)) {
     start.guess = guess_keys(p, start.part, gather_key());
@@ -86,74 +89,71 @@ __device__ __forceinline__ Start begin(const DecodeParams& p, int block_heads, i
   return start;
 }
 
-// The beginning of the roles that do not gather: Q in shared memory at `q`, by those that load it, and the block's
-// work. What does not depend on the lengths is asked for beside them. `any`: the block has keys.
-template <int kHeads>
-__device__ __forceinline__ Work begin_attending(const DecodeParams& p, const Start& start, bool loads_q, uint32_t q,
-                                                bool& any) {
+// The beginning of the roles that do not gather: Q in shared memory, by those that load it, and the block's work. What
+// does not depend on the lengths is asked for beside them. `any`: the block has keys.
+__device__ __forceinline__ Work begin_attending(const DecodeParams& p, const Start& start, bool loads_q,
+                                                SharedMemory& shared, bool& any) {
+  const uint32_t q = ptx::shared_address(shared.q);
   const RowLengths lengths = load(start.lengths);
   query::Position position = {};
-  if (loads_q) position = load_q<kHeads>(p, start.part, q);
+  if (loads_q) position = load_q(p, start.part, q);
   const Work w = my_work(p, start.part, start.lengths, lengths);
   any = !w.range.empty();
-  if (any && loads_q) finish_q<kHeads>(p, w, position, q);
+  if (any && loads_q) finish_q(p, w, position, q);
   if (!any) ptx::cp_async_wait();
   return w;
 }
 
 // The end of a role that does not gather. PTX ISA, "setmaxnreg": between two of them the warps of a warpgroup meet.
-template <int kRegisters>
 __device__ __forceinline__ void end_role(int warpgroup) {
   ptx::bar_sync(kRoleEnds + warpgroup, kWarpgroupThreads);
-  ptx::setmaxnreg_dec<kRegisters>();
+  ptx::setmaxnreg_dec<kGatherRegisters>();
 }
 
-// By all of the block's `threads` threads. `any`: the block has keys. All have the registers of a gathering warpgroup,
-// and get back the kRegisters that they were launched with.
-template <int kRegisters, typename Shared>
-__device__ __forceinline__ void write_results(const DecodeParams& p, bool any, int block_heads, int threads, int pitch,
-                                              const Shared& shared) {
-  const Part part = my_part(p, block_heads);
-  const int warp = static_cast<int>(threadIdx.x) / 32, warps = threads / 32;
+// By all threads. `any`: the block has keys. All have the registers of a gathering warpgroup, and get back those that
+// they were launched with.
+__device__ __forceinline__ void write_results(const DecodeParams& p, bool any, const SharedMemory& shared) {
+  const Part part = my_part(p, kTileHeads);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  constexpr int kWarps = kTileThreads / 32;
   if (!any) {
-    write_empty(p, part, warp, warps);
+    write_empty(p, part, warp, kWarps);
     return;
   }
   __syncthreads();
-  ptx::setmaxnreg_inc<kRegisters>();
+  ptx::setmaxnreg_inc<kLaunchRegisters>();
   const float* results = reinterpret_cast<const float*>(shared.keys);
   if (p.o_accum != nullptr) {
-    write_partials(p, part, results, pitch, shared, warp, warps);
+    write_partials(p, part, results, kResultPitch, shared, warp, kWarps);
   } else {
-    write_outputs(p.finish, part, results, pitch, shared, warp, warps);
+    write_outputs(p.finish, part, results, kResultPitch, shared, warp, kWarps);
   }
 }
-
-// ---- 64 heads a block ----
 
 __global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(shared_bytes);
   const int warpgroup = my_warpgroup();
-  const Start start = begin(p, kTileHeads, warpgroup, shared);
+  const Start start = begin(p, warpgroup, shared);
   bool any;
   if (gathers(warpgroup)) {
     ptx::setmaxnreg_dec<kGatherRegisters>();
     any = gather(p, start.part, start.lengths, start.guess, shared);
   } else {
-    const Work w = begin_attending<kTileHeads>(p, start, warpgroup < 2, ptx::shared_address(shared.q), any);
+    const Work w = begin_attending(p, start, warpgroup < 2, shared, any);
     if (warpgroup == 0) {
       ptx::setmaxnreg_dec<kScoreRegisters>();
       if (any) attend_scores(p, w, shared);
-      end_role<kGatherRegisters>(warpgroup);
+      end_role(warpgroup);
     } else {
       ptx::setmaxnreg_inc<kValueRegisters>();
       if (any && warpgroup == 1) attend_values<0>(p, w, shared);
       if (any && warpgroup == 4) attend_values<1>(p, w, shared);
-      end_role<kGatherRegisters>(warpgroup);
+      end_role(warpgroup);
     }
   }
-  write_results<kLaunchRegisters>(p, any, kTileHeads, kTileThreads, kResultPitch, shared);
+
+  write_results(p, any, shared);
 }
 
 // ---- 8, 16 or 32 heads a block ----
@@ -202,6 +202,7 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
     write_outputs(p.finish, part, shared.results[0], kFewResultPitch, shared, warp, kAttendWarps);
   }
 }
+
 // ---- host ----
 
 struct Variant {

@@ -12,6 +12,7 @@ namespace sgl_dsv4::sm90 {
 
 inline constexpr float kMinusInfinity = -INFINITY;
 
+// 64 heads a block.
 __device__ __forceinline__ int my_warpgroup() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
 }
@@ -19,8 +20,8 @@ __device__ __forceinline__ bool gathers(int warpgroup) {
   return warpgroup == 2 || warpgroup == 3;
 }
 
-enum NamedBarrier : int { kConsumersMeet = 1, kScoresMeet = 2, kRoleEnds = 3 };
-// 8, 16 or 32 heads a block: kConsumersMeet, and one a buffer, one a stage.
+enum NamedBarrier : int { kConsumersMeet = 1, kRoleEnds = 2 };  // kRoleEnds: one a warpgroup
+// 8, 16 or 32 heads a block: kConsumersMeet, kQueryStored, and one a buffer, kEmpty one a stage.
 enum RawBarrier : int { kScoresFull = 2, kEmpty = 4, kWeightsEmpty = 8, kQueryStored = 10 };
 
 // Rows, heads and split of a block.
