@@ -209,15 +209,15 @@ def single_keys(cache: torch.Tensor, heads: int) -> td.Problem:
     return td.Problem(q, Source(cache, indices, None, 256, CacheLayout.V4))
 
 
-@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_every_code_and_scale(heads):
-    """The dequantised value is code x scale, subnormals kept; scale 255 is NaN. At 64 heads a block it is rounded once
-    to bf16, at 8 it is not."""
+    """The dequantised value is code x scale, subnormals kept; scale 255 is NaN. At 16, 32 and 64 heads a block it is
+    rounded once to bf16, at 8 it is not."""
     cache = code_cache()
     o, _ = dk.sparse_decode_partial(**single_keys(cache, heads).arguments(), num_splits=1, backend="sm90")
     rows = cache[0, : 255 * 576].view(255, 576)[:, :448].view(torch.float8_e4m3fn).double()
     scale = 2.0 ** (torch.arange(255, device=DEVICE, dtype=torch.float64) - 127)
-    want = (rows * scale[:, None]).to(torch.bfloat16 if heads == 64 else torch.float32).float()
+    want = (rows * scale[:, None]).to(torch.float32 if heads == 8 else torch.bfloat16).float()
     for head in (0, heads - 1):
         assert torch.equal(o[0, :255, head, :448], want)
     assert o[0, 255].isnan().all()
@@ -268,6 +268,33 @@ def test_scales_and_codes_of_any_tile(block_heads, tile):
     assert not partial().isnan().any()
     cache[page, place * 576 + 64 * group + 5] = 0xFF
     assert partial().isnan().all()
+
+
+@pytest.mark.parametrize("tile", [0, 1, 2])
+@pytest.mark.parametrize("largest", [150, 250])
+def test_large_scales_next_to_others(block_heads, tile, largest):
+    """Keys of one tile whose groups have large scales of several sizes, next to usual ones and the smallest, beside a
+    RoPE part: with equal weights, and with others where scores stay small."""
+    problem = td.random_problem(1, 64, 192, device=DEVICE, lengths=192, invalid=0.0, sink=False, seed=tile)
+    cache, page_size = problem.main.cache, problem.main.page_size
+    numbers = torch.Generator().manual_seed(tile)
+    sizes = torch.tensor([0, 127, 134, 135, (135 + largest) // 2, largest - 1, largest])
+    for key in (0, 1, 15, 16, 37, 63):
+        page, place = divmod(int(problem.main.indices[0, 64 * tile + key]), page_size)
+        data, scales = place * 576, CacheLayout.V4.scale_offset(page_size) + place * 8
+        codes = torch.randint(0, 0x39, (448,), generator=numbers) | torch.randint(0, 2, (448,), generator=numbers) << 7
+        cache[page, data : data + 448] = codes.to(torch.uint8).to(DEVICE)  # at most 1: sums stay finite
+        cache[page, scales : scales + 7] = sizes[torch.randperm(7, generator=numbers)].to(torch.uint8).to(DEVICE)
+    for q_scale, bound in [(2.0**-23, td.OUTPUT_BOUND)] * (largest == 150) + [(0.0, 1e-5)]:
+        problem.q *= q_scale
+        o, lse = dk.sparse_decode_partial(**problem.arguments(), num_splits=1, backend="sm90")
+        want, want_lse = reference.sparse_decode_partial(
+            problem.q, problem.main, problem.extra, num_splits=1, dtype=torch.float64
+        )
+        for first in range(0, 512, 64):
+            one = slice(first, first + 64)
+            assert td.relative_error(o[0, ..., one], want[0, ..., one]) <= bound, (q_scale, first)
+        assert (lse.double() - want_lse).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("heads", [8, 64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import types
 from pathlib import Path
@@ -14,8 +15,10 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 
 import decode_limits  # noqa: E402
 
+SOURCES = "".join(path.read_text() for path in sorted((ROOT / "csrc").rglob("*.cu*")))
+
 OUTPUT = """==PROF== Connected to process 812 (/usr/bin/python3.12)
-==PROF== Profiling "few_heads_kernel" - 0: 0%....50%....100% - 14 passes
+==PROF== Profiling "raw_tiles_kernel" - 0: 0%....50%....100% - 14 passes
 ==PROF== Profiling "combine_kernel" - 1: 0%....50%....100% - 14 passes
 ==PROF== Disconnected from process 812
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
@@ -27,11 +30,19 @@ OUTPUT = """==PROF== Connected to process 812 (/usr/bin/python3.12)
 "smsp__average_warps_issue_stalled_selected_per_issue_active.ratio",\
 "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","smsp__cycles_elapsed.avg.per_second"
 "","","","","","","","","","","","byte/s","%","ns","%","%","","%","inst","inst","inst","inst","Ghz"
-"0","812","python3.12","127.0.0.1","void sgl_dsv4::sm90::<unnamed>::few_heads_kernel<16>(sgl_dsv4::DecodeParams)","1",\
-"7","(512, 1, 1)","(40, 1, 1)","0","9.0","141,500,000,000.25","3.1","5,056","10","5","0.30","25","4","2","1","3","1.98"
+"0","812","python3.12","127.0.0.1",\
+"void sgl_dsv4::sm90::<unnamed>::raw_tiles_kernel<sgl_dsv4::sm90::FewHeads<(int)16>>(sgl_dsv4::DecodeParams)","1","7",\
+"(512, 1, 1)","(40, 1, 1)","0","9.0","141,500,000,000.25","3.1","5,056","10","5","0.30","25","4","2","1","3","1.98"
 "1","812","python3.12","127.0.0.1","void sgl_dsv4::<unnamed>::combine_kernel<16>(sgl_dsv4::CombineParams)","1",\
 "7","(128, 1, 1)","(4, 33, 1)","0","9.0","n/a","61","2528","nan","1","1.50","50","0","0","0","0","1.98"
 """
+
+
+def test_kernels_by_name():
+    """Of the kernels in csrc, those of the decode and no other."""
+    kernels = re.findall(r"^\s*__global__[^;{]*?\b(\w+)\(const ", SOURCES, re.MULTILINE)
+    found = {name for name in kernels if re.search(decode_limits.KERNELS, name)}
+    assert found == {"raw_tiles_kernel", "sparse_decode_kernel", "combine_kernel"} < set(kernels)
 
 
 def test_parse():
