@@ -338,7 +338,7 @@ struct FewHeads {
       turn.advance();
       if (kParts == 1) turn.advance();
     }
-    ptx::bar_arrive(kConsumersMeet, kEndThreads);
+    ptx::bar_sync(kConsumersMeet, kEndThreads);  // between two setmaxnreg the warps of a warpgroup have to meet
   }
 
   // ---- values ----
