@@ -73,33 +73,32 @@ class Cost(NamedTuple):
     tile: float
 
 
-COSTS = {8: Cost(2.4, 0.5, 1.3), 16: Cost(2.2, 0.3, 1.84), 32: Cost(3.7, 0.3, 2.06), 64: Cost(4.3, 0.4, 2.7)}
+COSTS = {8: Cost(2.35, 0.6, 1.26), 16: Cost(3.65, 0.0, 1.46), 32: Cost(5.45, 0.2, 1.76), 64: Cost(4.3, 0.4, 2.7)}
 COMBINE_US = 2.3
 SMALL_COMBINE_US = 1.5
 SMALL_COMBINE_ROWS = 264
 COMBINE_BYTES_PER_US = 3.8e6
-"""By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 145
-plans on an H200 (CUDA graphs of 20 calls, 128 + 512 keys, random slots): half of the good plans within 3 %, all within
-15 %, and the fastest one measured chosen but for 32 rows (4 % off) and 64 rows (1 %) of 64 heads. Times of 64 heads
-then, us, splits in brackets:
+"""By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 74 plans
+for 8 to 64 heads on an H200 (CUDA graphs of 20 calls, 128 + 512 keys and 128 alone, random slots): all within 10 %, but
+for 32 heads a block with one tile each (16 % less than measured), and of the plans measured for a shape the fastest one
+is chosen, or one that is 2 % slower (16 rows of 16 heads). Times of 64 heads, us, splits in brackets:
 
-====================  =========  =========  =========
-heads a block                16         32         64
-====================  =========  =========  =========
-1 row                  6.9 (10)   7.9 (10)   9.9 (10)
-4 rows                  9.8 (5)   10.5 (5)  10.7 (10)
-8 rows                 11.5 (4)   12.7 (5)   13.2 (5)
-16 rows                15.2 (2)   13.7 (4)   14.7 (8)
-32 rows                20.7 (1)   19.4 (2)   18.7 (4)
-64 rows                           27.0 (1)   26.8 (2)
-128 rows                                     32.8 (1)
-====================  =========  =========  =========
+====================  =========  =========  =========  =========
+heads a block                 8         16         32         64
+====================  =========  =========  =========  =========
+1 row                  5.9 (10)
+2 rows                  6.8 (5)   7.6 (10)
+4 rows                  9.2 (4)    9.0 (5)
+8 rows                 11.1 (2)   10.6 (4)   13.5 (5)
+16 rows                15.4 (1)   13.6 (2)   13.9 (4)
+32 rows                           18.5 (1)   19.0 (2)   18.5 (4)
+64 rows                                      23.5 (1)   26.6 (2)
+96 rows                                      46.3 (1)   31.0 (1)
+128 rows                                                31.3 (1)
+====================  =========  =========  =========  =========
 
-SMALL_COMBINE_US came later: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
-csrc/decode/combine.cu). So did 8 heads a block for more than 8 heads. Among other kernels (traces as benchmark/among.py
-makes them), decode and combine: 1 row 5.3 + 1.6 (8 heads, 10 splits) and 5.9 + 1.5 (16, 10); of 128 keys 5.2 + 1.2
-(8, 2) and 7.9 (16, 1). All kinds of blocks have become 0.2 to 1.5 us faster since, much alike, and 8 heads a block have
-got a kernel of their own: the model is within 10 % of its eight times in docs/decode_pipeline.md.
+SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
+csrc/decode/combine.cu).
 """
 
 ALL_TOKENS_PAGE = 2
@@ -132,7 +131,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     """Time of a decode by the model: waves of blocks, then the combine kernel. Splits without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    2.2 + 0.3 * 40 / 132 + 1.84 = 4.13; partials of 1.3 MB, 1.5 + 0.35. Together 6.0.
+    3.65 + 1.46 = 5.11; partials of 1.3 MB, 1.5 + 0.35. Together 7.0.
     """
     cost = COSTS[plan.block_heads]
     all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
