@@ -14,9 +14,9 @@
 // been made of those that they replace. kConsumersMeet, at the end: nobody reads the tiles any more, results replace
 // them.
 //
-// Scores. The codes become fp16 by one instruction for two, exact, NaN included, and Q fp16 too, divided by a power of
-// two if its largest value is not in fp16's range, [2^-10, 2^15); below 2^-14 it loses bits that are 2^-15 of the
-// largest or less. Scales multiply the sums of their 64 channels, in fp32. The RoPE part stays bf16.
+// Scores. The codes become fp16 by one instruction for two, exact, NaN included, and Q fp16 too: a head whose largest
+// value is not in [2^-10, 2^15) is divided by a power of two, which brings it to 2^14 or 1. What fp16 rounds away is
+// 2^-15 of the largest value or less. Scales multiply the sums of their 64 channels, in fp32. The RoPE part stays bf16.
 //
 // A lane's operand is two neighbouring values each of rows g and g + 8 (lane = 4 g + c) and two more 8 columns on. For
 // the scores columns are channels, and a lane takes 16 consecutive codes of a row: Q is stored in that order. For the
@@ -208,7 +208,7 @@ struct FewHeads {
       most = __vmaxu2(most, v.vector[i / query::kPairs].word[i % query::kPairs] & 0x7fff7fffu);
     most = __reduce_max_sync(kAllLanes, max(most & 0xffffu, most >> 16));
     const int exponent = static_cast<int>(most >> 7) - 127;
-    const int e = exponent > 14 ? min(exponent - 14, 112) : exponent < -10 ? max(exponent + 10, -100) : 0;
+    const int e = exponent > 14 ? min(exponent - 14, 112) : exponent < -10 ? max(exponent, -100) : 0;
     const float down = __int_as_float((127 - e) << 23), up = __int_as_float((127 + e) << 23);
     const int vector = lane % 8;  // of a group of 64 channels
 #pragma unroll
