@@ -253,6 +253,19 @@ def section(name: str, title: str, command: str, text: str, tables: Callable[[li
     return [f"## {title}", f"{machine(rows[0])}", source, text, "", *tables(rows), ""]
 
 
+def commits(name: str) -> str:
+    return ", ".join(sorted({row["commit"] for row in read(name)}))
+
+
+def limits_section() -> list[str]:
+    """With a remark where the profiles are not of the commit that the decode's times are of."""
+    name, text = "decode_limits.csv", LIMITS_TEXT
+    then, now = commits(name), commits("sparse_decode.csv")
+    if now and then != now:
+        text += f"\nThe kernels are those of {then}; the decode's times above are of {now}."
+    return section(name, "What limits the decode", "decode_limits.py", text, limits_table)
+
+
 def equal_table(rows: list[Row]) -> list[str]:
     """A line for each concurrency, for each server the median of its times and that over all stock servers'."""
     times: dict[tuple[str, str], list[float]] = {}
@@ -362,7 +375,7 @@ def results() -> str:
         *section("norm_rope_store.csv", "Store", "bench_norm_rope_store.py --layout all", STORE_TEXT, store_tables),
         *section("sparse_decode.csv", "Decode", "bench_sparse_decode.py", DECODE_TEXT, decode_tables),
         *section("sparse_decode_triton.csv", "Decode in Triton", TRITON_COMMAND, TRITON_TEXT, backend_tables),
-        *section("decode_limits.csv", "What limits the decode", "decode_limits.py", LIMITS_TEXT, limits_table),
+        *limits_section(),
         *section("decode_chain.csv", "A layer's chain", "bench_decode_chain.py", CHAIN_TEXT, chain_tables),
         *section("combine.csv", "Combine kernel", "bench_combine.py", "Median us.", combine_table),
         *section("serving.csv", "Serving", "bench_serving.py", SERVING_TEXT, serving_tables),

@@ -84,6 +84,17 @@ def test_chain_tables_among_other_kernels(results):
     assert "among" not in "\n".join(results.chain_tables(chain_rows()))
 
 
+def test_limits_of_other_kernels(results, tmp_path, monkeypatch):
+    """Profiles of another commit than the times say so; of the same one, or without times, they do not."""
+    monkeypatch.setattr(results, "limits_table", lambda rows: [])
+    write(tmp_path, "decode_limits.csv", [RUN])
+    assert "The kernels are those of" not in "".join(results.limits_section())
+    write(tmp_path, "sparse_decode.csv", decode_rows())
+    assert "The kernels are those of" not in "".join(results.limits_section())
+    write(tmp_path, "sparse_decode.csv", [row | {"commit": "def"} for row in decode_rows()])
+    assert "The kernels are those of abc; the decode's times above are of def." in "".join(results.limits_section())
+
+
 def test_chain_tables(results):
     lines = results.chain_tables(chain_rows())
     assert "| rows | 64 heads, bf16 | 64 heads, fp8_group128 |" in lines
