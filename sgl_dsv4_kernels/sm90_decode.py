@@ -79,7 +79,7 @@ SMALL_COMBINE_US = 1.5
 SMALL_COMBINE_ROWS = 264
 COMBINE_BYTES_PER_US = 3.8e6
 """By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 74 plans
-for 8 to 64 heads on an H200 (CUDA graphs of 20 calls, 128 + 512 keys and 128 alone, random slots): all within 10 %, but
+for 8 to 64 heads on an H200 (CUDA graphs of 20 calls, 128 + 512 keys and 128 alone, random slots): all within 11 %, but
 for 32 heads a block with one tile each (16 % less than measured), and of the plans measured for a shape the fastest one
 is chosen, or one that is 2 % slower (16 rows of 16 heads). Times of 64 heads, us, splits in brackets:
 
@@ -109,7 +109,7 @@ compressed tokens (ratio 128, whose pages of 256 tokens hold 2) has room for the
 8256 keys for a million tokens, and few contexts are that long. Its plan is the one that is fastest with 128 keys, a
 context of 16384 tokens, of those that take at most MOST_LOSS times as long as the fastest with a full list. 128 + 32
 keys of 128 + 576, 32 rows of 64 heads, among other kernels: 18.2 us by the plan for full lists (64 heads a block, 4
-splits), 10.9 by this one (16, 1).
+splits), 10.9 by this one (16, 1), by the kernels of then.
 """
 
 
@@ -213,6 +213,12 @@ def plan_of(
     return plan(*shapes, num_splits, batch_invariant, usual_keys(main, extra))
 
 
+def block_heads_for(plan: Plan, softmax_scale: float) -> int:
+    """Heads a block of a plan, 8 in place of 16 or 32 where the scale is not positive: csrc/decode/sm90/few_heads.cuh
+    takes the largest score of a tile before it scales them."""
+    return plan.block_heads if softmax_scale > 0 or plan.block_heads not in (16, 32) else 8
+
+
 # ---- launch ----
 
 
@@ -227,7 +233,7 @@ def _attention(
 ) -> tuple:
     """The leading arguments of both ops."""
     plan = plan_of(q, main, extra, num_splits, batch_invariant)
-    return (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, *prologue)
+    return (*op_arguments(q, main, extra), softmax_scale, block_heads_for(plan, softmax_scale), *prologue)
 
 
 def launch(

@@ -36,6 +36,13 @@ __device__ __forceinline__ uint32_t ctaid_x() {
   return index;
 }
 
+// The same for threadIdx.x.
+__device__ __forceinline__ int thread_of_block() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // A value that is computed before this point of the program, not where it is used, and not known to the compiler.
 template <typename T>
 __device__ __forceinline__ void keep(T*& value) {
@@ -129,13 +136,6 @@ __device__ __forceinline__ float4 ld_global_cs_v4_if(bool wanted, const float* a
   return v;
 }
 
-// threadIdx.x, read where it stands.
-__device__ __forceinline__ int thread_of_block() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // ---- shared memory ----
 
 // Address in the shared window, as the instructions below take it.
@@ -150,7 +150,7 @@ __device__ __forceinline__ void st_shared(uint32_t address, uint32_t v) {
 __device__ __forceinline__ void st_shared(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
-__device__ __forceinline__ void st_shared_2(uint32_t address, uint32_t v, uint32_t w) {
+__device__ __forceinline__ void st_shared(uint32_t address, uint32_t v, uint32_t w) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(v), "r"(w) : "memory");
 }
 __device__ __forceinline__ void st_shared(uint32_t address, float v, float w) {

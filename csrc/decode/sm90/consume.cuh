@@ -1,5 +1,5 @@
 // What the consuming warpgroups of 64 heads a block share: barriers, places, the unit of weights, the query. The other
-// kernels take the unit, and st_query().
+// kernels take the unit, that of 8 heads st_query() too.
 #pragma once
 
 #include <cstdint>

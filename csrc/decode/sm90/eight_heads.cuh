@@ -12,12 +12,13 @@
 // weights_full[buffer]. What they signal are hardware barriers, where an arrival costs one instruction a warp:
 // kScoresFull + buffer, kEmpty + stage. Every thread of a role arrives, and who reads what another role has written has
 // waited for that role itself: compute-sanitizer follows neither a lane that arrives for its warp nor an order that
-// goes through a third role. scores, weights and decay exist twice: a buffer is free again when the barrier of the
-// other one has been passed, because the scores of tile t + 2 come behind the values of tile t.
+// goes through a third role. scores, weights and decay exist twice: those of tile t + 2 come behind the values of
+// tile t, for which an attending warp has passed weights_full and a weighing one passes kScoresFull.
 //
 // Scores. The codes become fp16 by one instruction for two, exact, NaN included. Q becomes fp16 too: each head is
 // divided by the power of two that brings its largest value to [2^14, 2^15), so values down to 2^-29 of the largest
-// keep their eight bits. Scales multiply the sums of their 64 channels, in fp32. The RoPE part stays bf16.
+// keep their eight bits (e within -100 .. 112: below 2^-86 it stays smaller). Scales multiply the sums of their 64
+// channels, in fp32. The RoPE part stays bf16.
 //
 // Values. The codes are placed in bf16 as dequant.cuh says, without their product with the scale: 2^(e - 7) multiplies
 // the weights instead, which is exact. What is summed up in fp32 is code x scale x weight. Scales above the largest
@@ -272,7 +273,7 @@ struct EightHeads {
     for (int i = 0; i < 4; ++i) {
       // Q's scale first: with the key's, a sum of 2^29 could be infinite.
       const float q_scale = i % 2 == 0 ? place.q_scale.x : place.q_scale.y;
-      ptx::st_shared(scores + (i % 2 * (kTileKeys + 4) + i / 2 * 8) * sizeof(float),
+      ptx::st_shared(scores + (i % 2 * kScorePitch + i / 2 * 8) * sizeof(float),
                      fmaf(first[i] * q_scale, scales[i / 2][0], second[i] * q_scale * scales[i / 2][1]));
     }
     ptx::bar_arrive(kScoresFull + turn.buffer(), kScoresThreads);

@@ -15,8 +15,12 @@
 // them.
 //
 // Scores. The codes become fp16 by one instruction for two, exact, NaN included, and Q fp16 too: a head whose largest
-// value is not in [2^-10, 2^15) is divided by a power of two, which brings it to 2^14 or 1. What fp16 rounds away is
-// 2^-15 of the largest value or less. Scales multiply the sums of their 64 channels, in fp32. The RoPE part stays bf16.
+// value is not in [2^-10, 2^15) is divided by 2^e, e within -100 .. 112, which brings it to 2^14 or 1. What fp16 rounds
+// away is 2^-15 of the largest value or less. Scales multiply the sums of their 64 channels, in fp32, and 2^e the
+// scores: where it is less than 1, one that is larger than 2^(128 + e) becomes infinite. The RoPE part stays bf16.
+//
+// Weights. A tile's largest score is found before p.scale_log2 multiplies the scores, which has to be positive
+// (block_heads_for() in sgl_dsv4_kernels/sm90_decode.py).
 //
 // A lane's operand is two neighbouring values each of rows g and g + 8 (lane = 4 g + c) and two more 8 columns on. For
 // the scores columns are channels, and a lane takes 16 consecutive codes of a row: Q is stored in that order. For the
@@ -117,8 +121,8 @@ struct FewHeads {
       const uint32_t row = ptx::shared_address(shared.weights[buffer]) + head * kRowBytes + lane % 2 * 8;
 #pragma unroll
       for (int i = 0; i < kFours; ++i)
-        ptx::st_shared_2(row + ((i * kHeadLanes + lane) / 2 ^ head % 8) * 16, ptx::cvt_bf16x2(s[i][0], s[i][1]),
-                         ptx::cvt_bf16x2(s[i][2], s[i][3]));
+        ptx::st_shared(row + ((i * kHeadLanes + lane) / 2 ^ head % 8) * 16, ptx::cvt_bf16x2(s[i][0], s[i][1]),
+                       ptx::cvt_bf16x2(s[i][2], s[i][3]));
     }
 
     // The lane's score number k.
@@ -332,7 +336,7 @@ struct FewHeads {
       const uint32_t scores = ptx::shared_address(&shared.scores[turn.buffer()][part][lane % 4 * 2][key]);
 #pragma unroll
       for (int r = 0; r < kRegs; ++r)
-        ptx::st_shared(scores + ((r / 4 * 8 + r % 2) * (kTileKeys + 4) + r / 2 % 2 * 8) * 4, total[r]);
+        ptx::st_shared(scores + ((r / 4 * 8 + r % 2) * kScorePitch + r / 2 % 2 * 8) * 4, total[r]);
       ptx::bar_arrive(kScoresFull + turn.buffer(), kScoresThreads);
       if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
       turn.advance();

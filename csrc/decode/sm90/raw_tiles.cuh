@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "common/ptx.cuh"
-#include "decode/sm90/consume.cuh"
+#include "decode/query.cuh"
 #include "decode/sm90/dequant.cuh"
 #include "decode/sm90/gather.cuh"
 #include "decode/sm90/work.cuh"

@@ -2,9 +2,9 @@
 //
 // A matrix of n rows (keys or heads) x 512 channels of 16 bits is cut into 8 channel blocks of 64. A channel block is n
 // rows of 128 bytes; in each group of 8 rows (1024 bytes) the eight 16-byte chunks of row r stand in the order chunk ^
-// (r % 8), the "128-byte swizzle" of wgmma. So lie Q, for every number of heads, the keys of 64 heads a block (read
-// along the channels they are K; read across, V), and as one such block P, heads x 64 keys, for all but 8 heads. The
-// keys of 8, 16 or 32 heads stay as the cache has them.
+// (r % 8), the "128-byte swizzle" of wgmma. So lie Q, for every number of heads (with 16 or 32 in another order within
+// 64 channels, few_heads.cuh), the keys of 64 heads a block (read along the channels they are K; read across, V), and
+// as one such block P, heads x 64 keys, for all but 8 heads. The keys of 8, 16 or 32 heads stay as the cache has them.
 #pragma once
 
 #include <cstdint>
@@ -88,7 +88,8 @@ static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + kBlockByte
 // ---- 8, 16 or 32 heads: raw tiles ----
 
 // Results, with O transposed: a pitch of 4 words modulo 32 suits stores of eight channels by four pairs of heads.
-inline constexpr int kFewResultPitch = kHeadDim + 4;
+inline constexpr int kRawResultPitch = kHeadDim + 4;
+inline constexpr int kScorePitch = kTileKeys + 4;
 
 inline constexpr int kRawStages = 4;
 inline constexpr int kRawRowBytes = V4Layout::kDataBytes;
@@ -113,10 +114,10 @@ SGL_DSV4_HOST_DEVICE constexpr int weight_place(int key) {
 struct alignas(128) RawTile {
   uint8_t rows[kTileKeys * kRawRowBytes];
   uint8_t scales[kTileKeys][V4Layout::kScaleBytes];
-  uint16_t factors[kNumScales + 1][kTileKeys];  // bf16, the first factor of each scale, at weight_place(key)
+  uint16_t factors[kNumScales + 1][kTileKeys];  // of each group and key, bf16, at weight_place(key)
   uint16_t attended[kCopyWarps];                // bit i of word w: key 16 w + i
-  alignas(4) bool large[kWeighWarps];           // a scale that the warp has seen needs a second factor
-  uint8_t boost[kTileKeys];                     // 16 or 32 heads, by a warp with a large scale (few_heads.cuh)
+  alignas(4) bool large[kWeighWarps];           // the warp has seen a scale that one bf16 cannot hold
+  uint8_t boost[kTileKeys];                     // 16 or 32 heads, of keys of a warp with a large scale
 };
 
 // Pitches of 4 words modulo 32: scores and results are stored as those of few heads, weights loaded 16 bytes a lane.
@@ -128,9 +129,9 @@ struct alignas(128) EightHeadsSharedMemory {
   union {
     struct {
       uint8_t q[kEightHeads * kHeadDim * 2];
-      float scores[2][4][kEightHeads][kTileKeys + 4];  // of each quarter of the channels
+      float scores[2][4][kEightHeads][kScorePitch];  // of each quarter of the channels
     };
-    float results[kEightHeads][kFewResultPitch];
+    float results[kEightHeads][kRawResultPitch];
   };
   uint16_t weights[2][kEightHeads][kTileKeys + 8];  // P as bf16, at weight_place(key)
   float decay[2][kEightHeads];                      // what O is multiplied by before P V is added
@@ -152,11 +153,11 @@ struct alignas(1024) FewHeadsSharedMemory {
 
   union {
     RawTile tiles[kRawStages];
-    float results[kHeads][kFewResultPitch];
+    float results[kHeads][kRawResultPitch];
   };
   alignas(1024) uint8_t q[kHeads * kHeadDim * 2];
   alignas(1024) uint8_t weights[2][kHeads * kTileKeys * 2];
-  float scores[2][kScoreParts][kHeads][kTileKeys + 4];
+  float scores[2][kScoreParts][kHeads][kScorePitch];
   float decay[2][kHeads];
   float q_scale[kHeads];  // 2^e, what the head was divided by
   float inverse[kHeads];

@@ -55,6 +55,7 @@
 #include "decode/sm90/few_heads.cuh"
 #include "decode/sm90/gather.cuh"
 #include "decode/sm90/output.cuh"
+#include "decode/sm90/raw_tiles.cuh"
 #include "decode/sm90/sparse_decode.h"
 
 namespace sgl_dsv4::sm90 {
@@ -197,9 +198,9 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
   }
   ptx::bar_sync(0, kRawThreads);
   if (p.o_accum != nullptr) {
-    write_partials(p, part, shared.results[0], kFewResultPitch, shared, warp, kAttendWarps);
+    write_partials(p, part, shared.results[0], kRawResultPitch, shared, warp, kAttendWarps);
   } else {
-    write_outputs(p.finish, part, shared.results[0], kFewResultPitch, shared, warp, kAttendWarps);
+    write_outputs(p.finish, part, shared.results[0], kRawResultPitch, shared, warp, kAttendWarps);
   }
 }
 

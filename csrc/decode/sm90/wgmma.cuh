@@ -1,5 +1,5 @@
-// The tensor core instructions of a warpgroup (sm_90a): products, of operands that descriptors name (shared_memory.h),
-// and waiting. PTX ISA, "wgmma".
+// The tensor core instructions of a warpgroup (sm_90a): products, of operands that descriptors name (shared_memory.h)
+// or, of 16 and 32 heads, the first of which is in registers, and waiting. PTX ISA, "wgmma".
 //
 // An accumulator of m64nN is N / 2 registers a thread: with lane l of warp w, row 16 w + l / 4 (+ 8 for the odd pairs),
 // columns 8 j + 2 (l % 4) and the next one: d[4 j], d[4 j + 1] in the upper row, d[4 j + 2], d[4 j + 3] in the lower.
