@@ -3,6 +3,12 @@
 
 #include <cstdint>
 
+namespace sgl_dsv4 {
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;  // of a warp, as shuffles and votes take them
+
+}  // namespace sgl_dsv4
+
 namespace sgl_dsv4::ptx {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

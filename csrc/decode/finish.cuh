@@ -15,7 +15,6 @@ namespace sgl_dsv4::finish {
 inline constexpr int kVec = 4;  // channels a lane
 inline constexpr int kGroupChannels = 32 * kVec;
 inline constexpr int kGroups = kHeadDim / kGroupChannels;
-inline constexpr uint32_t kAllLanes = 0xffffffffu;
 static_assert(kGroupChannels == 128);
 
 // Which part of the work a thread has.

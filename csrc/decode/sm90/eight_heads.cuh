@@ -80,10 +80,8 @@ struct EightHeads {
       s[1] = attended & 2 ? ((part[0].y + part[1].y) + (part[2].y + part[3].y)) * scale : kMinusInfinity;
       s[2] = attended & 4 ? ((part[0].z + part[1].z) + (part[2].z + part[3].z)) * scale : kMinusInfinity;
       s[3] = attended & 8 ? ((part[0].w + part[1].w) + (part[2].w + part[3].w)) * scale : kMinusInfinity;
-      float most = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
-#pragma unroll
-      for (int bit = kHeadLanes / 2; bit > 0; bit /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, bit));
-      const float decay = next_unit(most, top, unit);
+      const float most = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
+      const float decay = next_unit(lanes_max<kHeadLanes>(most), top, unit);
       const float base = base_of(unit);
       float sum = 0.0f;
       const uint32_t weights = ptx::shared_address(shared.weights[buffer][head]);
@@ -101,7 +99,7 @@ struct EightHeads {
 
   // A lane has half of a key's scales.
   __device__ __forceinline__ static void store_factors(RawTile& tile, int warp, int lane) {
-    const int key = warp * 16 + lane / 2, first = lane % 2 * 4;
+    const int key = warp * kWeighKeys + lane / 2, first = lane % 2 * 4;
     const uint32_t scales = *reinterpret_cast<const uint32_t*>(&tile.scales[key][first]);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -116,7 +114,7 @@ struct EightHeads {
   __device__ __forceinline__ static bool weigh_tiles(const DecodeParams& p, const Part& part, const Lengths& lengths_at,
                                                      Shared& shared) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32 - kAttendWarps - kCopyWarps;
+    const int warp = weigh_warp();
     const Work w = my_work(p, part, lengths_at, load(lengths_at));
     if (w.range.empty()) return false;
     const int head = warp * kWeighHeads + lane / kHeadLanes, head_lane = lane % kHeadLanes;
@@ -131,9 +129,8 @@ struct EightHeads {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.weights_full[turn.buffer()]));
       if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
     }
-#pragma unroll
-    for (int bit = kHeadLanes / 2; bit > 0; bit /= 2) softmax.total += __shfl_xor_sync(kAllLanes, softmax.total, bit);
-    if (head_lane == 0) finish_head(p, w, head, softmax.unit, softmax.total, load_sink(p, w, head), shared);
+    const float total = lanes_sum<kHeadLanes>(softmax.total);
+    if (head_lane == 0) finish_head(p, w, head, softmax.unit, total, load_sink(p, w, head), shared);
     return true;
   }
 
@@ -151,13 +148,8 @@ struct EightHeads {
     if (p.query.has_norm) query::normalise(values, p.query.eps);
     if (p.query.freqs_cis != nullptr && rope) query::rotate(v.vector[kLast], factors);
 
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < query::kVectors * query::kPairs; ++i)
-      most = __vmaxu2(most, v.vector[i / query::kPairs].word[i % query::kPairs] & 0x7fff7fffu);
-    most = __reduce_max_sync(kAllLanes, max(most & 0xffffu, most >> 16));
-    const int e = min(max(static_cast<int>(most >> 7) - 127 - 14, -100), 112);
-    const float down = __int_as_float((127 - e) << 23), up = __int_as_float((127 + e) << 23);
+    const int e = min(max(largest_exponent(v) - 14, -100), 112);
+    const float down = power_of_two(-e);
 #pragma unroll
     for (int i = 0; i < query::kVectors; ++i) {
 #pragma unroll
@@ -168,7 +160,7 @@ struct EightHeads {
       }
       st_query(ptx::shared_address(shared.q) + q_offset(head, (32 * i + lane) * query::kVec, kEightHeads), v.vector[i]);
     }
-    if (lane == 0) shared.q_scale[head] = up;
+    if (lane == 0) shared.q_scale[head] = power_of_two(e);
   }
 
   // ---- scores ----

@@ -100,9 +100,7 @@ struct FewHeads {
       float most = s[0][0];
 #pragma unroll
       for (int k = 1; k < 4 * kFours; ++k) most = fmaxf(most, s[k / 4][k % 4]);
-#pragma unroll
-      for (int bit = kHeadLanes / 2; bit > 0; bit /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, bit));
-      const float decay = next_unit(most * scale, top, unit);
+      const float decay = next_unit(lanes_max<kHeadLanes>(most) * scale, top, unit);
       const float base = base_of(unit);
       float sum = 0.0f;
 #pragma unroll
@@ -134,13 +132,13 @@ struct FewHeads {
   }
   // By how many powers of two the weight of a key is more, in a tile with large scales.
   __device__ __forceinline__ static uint32_t boost(const RawTile& tile, int key) {
-    return tile.large[key / 16] ? tile.boost[key] : 0u;
+    return tile.large[key / kWeighKeys] ? tile.boost[key] : 0u;
   }
   static constexpr uint32_t kNanBoost = 255 - kLargestSingleScale;
 
   // A lane has half of a key's scales; the eighth belongs to the RoPE part, whatever the cache has there.
   __device__ __forceinline__ static void store_factors(RawTile& tile, int warp, int lane) {
-    const int key = warp * 16 + lane / 2, first = lane % 2 * 4;
+    const int key = warp * kWeighKeys + lane / 2, first = lane % 2 * 4;
     uint32_t scales = *reinterpret_cast<const uint32_t*>(&tile.scales[key][first]);
     if (first != 0) scales = (scales & 0x00ffffffu) | kScaleOfOne << 24;
     const bool large = __any_sync(kAllLanes, has_large_scale(make_uint2(scales, 0)));
@@ -166,7 +164,7 @@ struct FewHeads {
   __device__ __forceinline__ static bool weigh_tiles(const DecodeParams& p, const Part& part, const Lengths& lengths_at,
                                                      Shared& shared) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32 - kAttendWarps - kCopyWarps;
+    const int warp = weigh_warp();
     const Work w = my_work(p, part, lengths_at, load(lengths_at));
     if (w.range.empty()) return false;
     const int first_head = warp * kWarpHeads + lane / kHeadLanes, head_lane = lane % kHeadLanes;
@@ -192,9 +190,7 @@ struct FewHeads {
 #pragma unroll
     for (int i = 0; i < kLaneHeads; ++i) {
       const int head = first_head + i * kHeadStep;
-      float total = softmax[i].total;
-#pragma unroll
-      for (int bit = kHeadLanes / 2; bit > 0; bit /= 2) total += __shfl_xor_sync(kAllLanes, total, bit);
+      const float total = lanes_sum<kHeadLanes>(softmax[i].total);
       if (head_lane == 0) finish_head(p, w, head, softmax[i].unit, total, load_sink(p, w, head), shared);
     }
     ptx::bar_arrive(kConsumersMeet, kEndThreads);
@@ -206,14 +202,9 @@ struct FewHeads {
   // To fp16 but for the RoPE part, in the order in which lanes have a key's channels: a step of 16 channels of a
   // product has two chunks of 16 bytes, and lane c has 4 bytes of each.
   __device__ __forceinline__ static void store_head(query::Values& v, Shared& shared, int head, int lane) {
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < query::kVectors * query::kPairs; ++i)
-      most = __vmaxu2(most, v.vector[i / query::kPairs].word[i % query::kPairs] & 0x7fff7fffu);
-    most = __reduce_max_sync(kAllLanes, max(most & 0xffffu, most >> 16));
-    const int exponent = static_cast<int>(most >> 7) - 127;
+    const int exponent = largest_exponent(v);
     const int e = exponent > 14 ? min(exponent - 14, 112) : exponent < -10 ? max(exponent, -100) : 0;
-    const float down = __int_as_float((127 - e) << 23), up = __int_as_float((127 + e) << 23);
+    const float down = power_of_two(-e);
     const int vector = lane % 8;  // of a group of 64 channels
 #pragma unroll
     for (int i = 0; i < query::kVectors; ++i) {
@@ -228,7 +219,7 @@ struct FewHeads {
                        rope ? ptx::cvt_bf16x2(low, high) : ptx::cvt_f16x2(low, high));
       }
     }
-    if (lane == 0) shared.q_scale[head] = up;
+    if (lane == 0) shared.q_scale[head] = power_of_two(e);
   }
 
   __device__ __forceinline__ static void store_heads(const DecodeParams& p, query::Values (&heads)[kQueryHeads],
@@ -385,7 +376,7 @@ struct FewHeads {
         const uint32_t factor[4] = {f.x, f.y, f.z, f.w};
         if (b < kValueBlocks - 1 || !has_rope) {
           const uint4 v = ptx::ldmatrix_trans(rows + turn.tile_at() + b * kQuantGroup + half * 32 * kRawRowBytes);
-          if (b > 0) wgmma_wait_operands<1>(x);
+          if (b > 0) wgmma_wait<1>(x);
           const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -395,7 +386,7 @@ struct FewHeads {
         } else {
           const uint32_t at = rope_rows + turn.tile_at() + half * 32 * kRawRowBytes;
           const uint4 v = ptx::ldmatrix_trans(at), u = ptx::ldmatrix_trans(at + 16 * kRawRowBytes);
-          wgmma_wait_operands<1>(x);
+          wgmma_wait<1>(x);
           const uint32_t pairs[8] = {v.x, v.y, v.z, v.w, u.x, u.y, u.z, u.w};
 #pragma unroll
           for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(pairs[i], factor[i / 2]);

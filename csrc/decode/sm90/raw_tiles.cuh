@@ -12,8 +12,6 @@
 
 namespace sgl_dsv4::sm90 {
 
-inline constexpr uint32_t kAllLanes = 0xffffffffu;
-
 __device__ __forceinline__ int my_warp() {
   return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
 }
@@ -129,6 +127,28 @@ __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& pa
   return true;
 }
 
+// ---- weighing ----
+
+inline constexpr int kWeighKeys = kTileKeys / kWeighWarps;  // whose scales a warp reads
+
+__device__ __forceinline__ int weigh_warp() {
+  return static_cast<int>(threadIdx.x) / 32 - kAttendWarps - kCopyWarps;
+}
+
+// Over kLanes neighbouring lanes.
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float x) {
+#pragma unroll
+  for (int bit = kLanes / 2; bit > 0; bit /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, bit));
+  return x;
+}
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float x) {
+#pragma unroll
+  for (int bit = kLanes / 2; bit > 0; bit /= 2) x += __shfl_xor_sync(kAllLanes, x, bit);
+  return x;
+}
+
 // ---- the query ----
 
 // Head `head` of the block, in the registers of a warp; zeros past the last one.
@@ -143,6 +163,20 @@ __device__ __forceinline__ query::Values load_head(const DecodeParams& p, const 
     values.vector[i] = p.q_is_aligned ? query::load_vector<true>(at) : query::load_vector<false>(at);
   }
   return values;
+}
+
+// Of the head's largest value: e of 2^e, -127 of zero and subnormals, 128 of infinity and NaN.
+__device__ __forceinline__ int largest_exponent(const query::Values& head) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < query::kVectors * query::kPairs; ++i)
+    most = __vmaxu2(most, head.vector[i / query::kPairs].word[i % query::kPairs] & 0x7fff7fffu);
+  most = __reduce_max_sync(kAllLanes, max(most & 0xffffu, most >> 16));
+  return static_cast<int>(most >> 7) - 127;
+}
+
+__device__ __forceinline__ float power_of_two(int e) {
+  return __int_as_float((127 + e) << 23);
 }
 
 // ---- values ----

@@ -124,18 +124,12 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for this warpgroup's products, but for the last kLater groups of them.
-template <int kLater, int kCount>
-__device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
+// Waits for this warpgroup's products, but for the last kLater groups of them: `x`, an accumulator or an operand in
+// registers, may then be read and written again.
+template <int kLater, typename T, int kCount>
+__device__ __forceinline__ void wgmma_wait(T (&x)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
-  pin(d);
-}
-
-// The same for an operand in registers, which may then be written again.
-template <int kLater, int kCount>
-__device__ __forceinline__ void wgmma_wait_operands(uint32_t (&a)[kCount]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
-  pin(a);
+  pin(x);
 }
 
 }  // namespace sgl_dsv4::sm90
