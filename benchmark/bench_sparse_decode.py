@@ -125,7 +125,7 @@ def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
 def shape_options(heads: list[int], extra: list[int], iters: int) -> argparse.ArgumentParser:
     """A parent parser with the options of the decode benchmarks, and these defaults."""
     parser = argparse.ArgumentParser(add_help=False)
-    rows = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256]
+    rows = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 384]
     parser.add_argument("--b", type=int, nargs="+", default=rows, help="rows (b * s_q)")
     parser.add_argument("--heads", type=int, nargs="+", default=heads)
     parser.add_argument("--topk", type=int, default=128, help="keys of the first cache")

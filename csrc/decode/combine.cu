@@ -216,9 +216,11 @@ __device__ __forceinline__ void combine(const Place& place, const float* lse_acc
 constexpr uint32_t kSmallGrid = 264;  // two blocks an SM of an H200
 constexpr uint32_t kDryBlocksOfLargeGrid = 32;
 
-// Blocks that an SM holds at least: what registers are limited by. The next larger number spills.
+// Blocks that an SM holds at least: what registers are limited by, as far as nothing spills.
 constexpr int blocks_per_sm(int splits) {
-  if (splits == 0 || splits > 8) return 4;
+  if (splits > 14) return 3;
+  if (splits == 0 || splits > 10) return 4;
+  if (splits > 8) return 6;
   return splits == 8 ? 7 : 8;
 }
 
@@ -242,22 +244,23 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kSplits))
   } while (dry_runs-- > 0);
 }
 
-using CombineKernel = void (*)(CombineParams);
+// The smallest kernel that holds `num_splits` is launched; which one depends on the number of splits alone, and so do a
+// row's bits. 10 and 18 are the tiles of 128 + 512 and of 128 + 1024 keys.
+struct Variant {
+  int most_splits;
+  void (*kernel)(CombineParams);
+};
 
-// The smallest kernel that holds `num_splits`; which one depends on the number of splits alone, and so do a row's bits.
-CombineKernel choose_kernel(int num_splits) {
-  if (num_splits <= 1) return combine_kernel<1>;
-  if (num_splits <= 2) return combine_kernel<2>;
-  if (num_splits <= 4) return combine_kernel<4>;
-  if (num_splits <= 8) return combine_kernel<8>;
-  if (num_splits <= 16) return combine_kernel<16>;
-  return combine_kernel<0>;
-}
+constexpr Variant kVariants[] = {
+    {1, combine_kernel<1>},   {2, combine_kernel<2>},   {4, combine_kernel<4>},         {5, combine_kernel<5>},
+    {6, combine_kernel<6>},   {8, combine_kernel<8>},   {10, combine_kernel<10>},       {14, combine_kernel<14>},
+    {18, combine_kernel<18>}, {24, combine_kernel<24>}, {INT32_MAX, combine_kernel<0>},
+};
 
 cudaError_t load_kernels() {
   return once_a_device([] {
-    for (int num_splits : {1, 2, 4, 8, 16, 17})
-      if (cudaError_t err = load_code(choose_kernel(num_splits)); err != cudaSuccess) return err;
+    for (const Variant& v : kVariants)
+      if (cudaError_t err = load_code(v.kernel); err != cudaSuccess) return err;
     return cudaSuccess;
   });
 }
@@ -270,8 +273,9 @@ cudaError_t launch_combine(const CombineParams& params, bool pdl, cudaStream_t s
   if (cudaError_t err = load_kernels(); err != cudaSuccess) return err;
   CombineParams p = params;
   p.starts_early = pdl;
-  const dim3 grid(p.num_tokens * p.num_heads);
-  return launch_kernel(choose_kernel(p.num_splits), grid, dim3(kThreads), 0, pdl, stream, p);
+  const Variant* v = kVariants;
+  while (v->most_splits < p.num_splits) ++v;
+  return launch_kernel(v->kernel, dim3(p.num_tokens * p.num_heads), dim3(kThreads), 0, pdl, stream, p);
 }
 
 }  // namespace sgl_dsv4

@@ -182,6 +182,9 @@ def test_views(block_heads):
     one = td.random_problem(1, 64, 128, 64, device=DEVICE)
     one.q = one.q.as_strided(one.q.shape, (64 * 512 + 1, 512, 1))  # the stride of a single row means nothing
     check(decode(one, num_splits=1), td.truth(one), "one row")
+    for offset in (16, 64, 112):  # a row's bytes lie in five or six lines of 128
+        shifted = td.random_problem(3, 64, 128, 64, device=DEVICE, offset=offset)
+        check(decode(shifted, num_splits=2), td.truth(shifted), offset)
     odd = td.random_problem(3, 64, 128, 64, device=DEVICE, offset=8)
     check(decode(odd, backend=None), td.truth(odd), "triton")
     with pytest.raises(ValueError, match="cache: backend 'sm90' needs data"):
@@ -295,6 +298,16 @@ def test_large_scales_next_to_others(block_heads, tile, largest):
             one = slice(first, first + 64)
             assert td.relative_error(o[0, ..., one], want[0, ..., one]) <= bound, (q_scale, first)
         assert (lse.double() - want_lse).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_scales_that_are_not_positive(block_heads, scale):
+    """All keys alike; the smallest products weigh most."""
+    problem = td.random_problem(3, 64, 128, 512, device=DEVICE, seed=3)
+    problem.options["softmax_scale"] = scale
+    want = td.truth(problem)
+    for splits in (1, 3):
+        check(decode(problem, num_splits=splits), want, splits)
 
 
 @pytest.mark.parametrize("heads", [8, 64])
