@@ -133,9 +133,11 @@ __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& pa
   Turn turn;
 
   ptx::griddepcontrol_wait();
-  const int first_guessed = ld_int(guess.at[0]);
+  // In this order, and loads do not cross the barrier: else the assembler asks for the second when the first is there,
+  // or behind the copies.
   const int second_guessed = ld_int(guess.at[1]);
-  __syncwarp();  // keeps the loads here
+  __syncwarp();
+  const int first_guessed = ld_int(guess.at[0]);
   const int guessed[2] = {guess.at[0] != nullptr ? first_guessed : -1, guess.at[1] != nullptr ? second_guessed : -1};
 
   // The first rows: as guessed, then as the lengths say.
@@ -150,6 +152,7 @@ __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& pa
   const bool extra = w.range.begin >= w.row.main_blocks;
   if (__any_sync(kAllLanes, slot != guessed[0] || extra != guess.keys[0].extra)) {
     ptx::cp_async_wait();
+    __syncwarp();  // the rows that replace them may come to the same bytes through other lanes
     copy_rows(locate(p.source[extra], slot), place, shared, turn, lane);
   }
   hand_over(shared.full[0]);
