@@ -73,27 +73,32 @@ class Cost(NamedTuple):
     tile: float
 
 
-COSTS = {8: Cost(2.3, 0.5, 1.3), 16: Cost(3.7, 0.0, 1.4), 32: Cost(5.45, 0.0, 1.68), 64: Cost(4.55, 0.0, 2.62)}
-COMBINE_US = 1.05
-COMBINE_BYTES_PER_US = 2.9e6
-"""By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 123
-plans for 8 to 64 heads on an H200 (CUDA graphs of 20 calls, 128 + 512 and 128 + 1024 keys and 128 alone, random slots):
-all within 12 %, and of the plans measured for a shape the fastest one is chosen, or one that is 2 % slower (16 rows of
-64 heads, 32 of 32). Times of 64 heads, us, splits in brackets:
+COSTS = {8: Cost(2.35, 0.6, 1.26), 16: Cost(3.65, 0.0, 1.46), 32: Cost(5.45, 0.2, 1.76), 64: Cost(4.3, 0.4, 2.7)}
+COMBINE_US = 2.3
+SMALL_COMBINE_US = 1.5
+SMALL_COMBINE_ROWS = 264
+COMBINE_BYTES_PER_US = 3.8e6
+"""By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 74 plans
+for 8 to 64 heads on an H200 (CUDA graphs of 20 calls, 128 + 512 keys and 128 alone, random slots): all within 11 %, but
+for 32 heads a block with one tile each (16 % less than measured), and of the plans measured for a shape the fastest one
+is chosen, or one that is 2 % slower (16 rows of 16 heads). Times of 64 heads, us, splits in brackets:
 
 ====================  =========  =========  =========  =========
 heads a block                 8         16         32         64
 ====================  =========  =========  =========  =========
-1 row                  5.6 (10)
-2 rows                  6.3 (5)   7.0 (10)
-4 rows                  8.6 (4)    8.4 (5)
-8 rows                 11.1 (2)   10.3 (4)   12.6 (5)
-16 rows                15.0 (1)   13.4 (2)   13.2 (4)
-32 rows                           17.6 (1)   18.1 (2)   18.6 (4)
-64 rows                                      22.3 (1)   26.7 (2)
-96 rows                                      43.5 (1)   31.4 (1)
-128 rows                                                31.8 (1)
+1 row                  5.9 (10)
+2 rows                  6.8 (5)   7.6 (10)
+4 rows                  9.2 (4)    9.0 (5)
+8 rows                 11.1 (2)   10.6 (4)   13.5 (5)
+16 rows                15.4 (1)   13.6 (2)   13.9 (4)
+32 rows                           18.5 (1)   19.0 (2)   18.5 (4)
+64 rows                                      23.5 (1)   26.6 (2)
+96 rows                                      46.3 (1)   31.0 (1)
+128 rows                                                31.3 (1)
 ====================  =========  =========  =========  =========
+
+SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
+csrc/decode/combine.cu).
 """
 
 ALL_TOKENS_PAGE = 2
@@ -126,7 +131,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     """Time of a decode by the model: waves of blocks, then the combine kernel. Splits without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    3.7 + 1.4 = 5.1; partials of 1.3 MB, 1.05 + 0.45. Together 6.6.
+    3.65 + 1.46 = 5.11; partials of 1.3 MB, 1.5 + 0.35. Together 7.0.
     """
     cost = COSTS[plan.block_heads]
     all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
@@ -135,7 +140,8 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     waves = -(-blocks // sm_count)
     time = waves * (cost.fixed + cost.crowded * min(1.0, blocks / sm_count) + -(-all_tiles // splits) * cost.tile)
     if plan.num_splits > 1:
-        time += COMBINE_US + splits * rows * heads * HEAD_DIM * 4 / COMBINE_BYTES_PER_US
+        time += SMALL_COMBINE_US if rows * heads <= SMALL_COMBINE_ROWS else COMBINE_US
+        time += splits * rows * heads * HEAD_DIM * 4 / COMBINE_BYTES_PER_US
     return time
 
 
@@ -207,6 +213,12 @@ def plan_of(
     return plan(*shapes, num_splits, batch_invariant, usual_keys(main, extra))
 
 
+def block_heads_for(plan: Plan, softmax_scale: float) -> int:
+    """Heads a block of a plan, 8 in place of 16 or 32 where the scale is not positive: csrc/decode/sm90/few_heads.cuh
+    takes the largest score of a tile before it scales them."""
+    return plan.block_heads if softmax_scale > 0 or plan.block_heads not in (16, 32) else 8
+
+
 # ---- launch ----
 
 
@@ -221,7 +233,7 @@ def _attention(
 ) -> tuple:
     """The leading arguments of both ops."""
     plan = plan_of(q, main, extra, num_splits, batch_invariant)
-    return (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, *prologue)
+    return (*op_arguments(q, main, extra), softmax_scale, block_heads_for(plan, softmax_scale), *prologue)
 
 
 def launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,7 +18,7 @@ from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.ops import decode as ops
 from sgl_dsv4_kernels.reference.decode import Source
-from sgl_dsv4_kernels.sm90_decode import Plan, choose_plan, predicted_us, usual_keys
+from sgl_dsv4_kernels.sm90_decode import Plan, block_heads_for, choose_plan, predicted_us, usual_keys
 from sgl_dsv4_kernels.split_partition import MAX_PARTIAL_BYTES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -102,7 +103,7 @@ def test_default_backend(monkeypatch):
 
 
 def test_worked_examples():
-    assert predicted_us(1, 64, 640, 132, Plan(16, 10)) == pytest.approx(6.6, abs=0.05)
+    assert predicted_us(1, 64, 640, 132, Plan(16, 10)) == pytest.approx(7.0, abs=0.05)
     assert choose_plan(1, 64, 640, 132) == (8, 10)
     assert choose_plan(8, 64, 640, 132) == (16, 4)
     assert choose_plan(128, 64, 640, 132) == (64, 1)
@@ -141,6 +142,15 @@ def test_plans_can_be_traced(usual, dynamic):
     for rows in (2, 32):
         plan = choose_plan(rows, 64, 704, 132, usual=usual)
         assert compiled(torch.ones(rows))[0] == plan.num_splits + plan.block_heads
+
+
+def test_small_combines():
+    """Rows x heads that the model takes for small are those of the kernel."""
+    text = (CSRC / "decode/combine.cu").read_text()
+    (most,) = re.findall(r"kSmallGrid = (\d+);", text)
+    assert int(most) == sm90_decode.SMALL_COMBINE_ROWS
+    longer = predicted_us(265, 1, 640, 10_000, Plan(8, 2)) - predicted_us(264, 1, 640, 10_000, Plan(8, 2))
+    assert longer == pytest.approx(sm90_decode.COMBINE_US - sm90_decode.SMALL_COMBINE_US, abs=0.02)
 
 
 def test_callers_plan_for_usual_lengths(monkeypatch):
@@ -202,6 +212,14 @@ def run_cpp(tmp_path: Path, body: str, text: str = "") -> list[list[int]]:
 def swizzled(linear: int) -> int:
     """wgmma's 128-byte swizzle of a byte offset: the 16-byte chunk of a 128-byte row ^= the row, modulo 8."""
     return linear ^ ((linear >> 7 & 7) << 4)
+
+
+def test_scales_that_are_not_positive():
+    """16 and 32 heads a block need a positive scale; the other kernels take any."""
+    for block_heads, instead in ((8, 8), (16, 8), (32, 8), (64, 64)):
+        assert block_heads_for(Plan(block_heads, 3), 512**-0.5) == block_heads
+        for scale in (0.0, -0.1, float("nan")):
+            assert block_heads_for(Plan(block_heads, 3), scale) == instead
 
 
 @needs_compiler

@@ -19,6 +19,9 @@
 // away is 2^-15 of the largest value or less. Scales multiply the sums of their 64 channels, in fp32, and 2^e the
 // scores: where it is less than 1, one that is larger than 2^(128 + e) becomes infinite. The RoPE part stays bf16.
 //
+// Weights. A tile's largest score is found before p.scale_log2 multiplies the scores, which has to be positive
+// (block_heads_for() in sgl_dsv4_kernels/sm90_decode.py).
+//
 // A lane's operand is two neighbouring values each of rows g and g + 8 (lane = 4 g + c) and two more 8 columns on. For
 // the scores columns are channels, and a lane takes 16 consecutive codes of a row: Q is stored in that order. For the
 // values they are keys: transposed, ldmatrix gives a lane two neighbouring codes of two neighbouring keys, which become
@@ -84,7 +87,7 @@ struct FewHeads {
           const float4 y = *reinterpret_cast<const float4*>(&shared.scores[buffer][1][head][key]);
           x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
         }
-        s[i][0] = x.x * scale, s[i][1] = x.y * scale, s[i][2] = x.z * scale, s[i][3] = x.w * scale;
+        s[i][0] = x.x, s[i][1] = x.y, s[i][2] = x.z, s[i][3] = x.w;
       }
       if (attended != (1u << 4 * kFours) - 1 || large) {
 #pragma unroll
@@ -97,13 +100,13 @@ struct FewHeads {
       float most = s[0][0];
 #pragma unroll
       for (int k = 1; k < 4 * kFours; ++k) most = fmaxf(most, s[k / 4][k % 4]);
-      const float decay = next_unit(lanes_max<kHeadLanes>(most), top, unit);
+      const float decay = next_unit(lanes_max<kHeadLanes>(most) * scale, top, unit);
       const float base = base_of(unit);
       float sum = 0.0f;
 #pragma unroll
       for (int k = 0; k < 4 * kFours; ++k) {
         float& weight = s[k / 4][k % 4];
-        weight = ptx::ex2(weight - base);
+        weight = ptx::ex2(fmaf(weight, scale, -base));
         sum += weight;
       }
       total = fmaf(total, decay, sum);
@@ -162,7 +165,6 @@ struct FewHeads {
                                                      Shared& shared) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = weigh_warp();
-    ptx::griddepcontrol_wait();
     const Work w = my_work(p, part, lengths_at, load(lengths_at));
     if (w.range.empty()) return false;
     const int first_head = warp * kWarpHeads + lane / kHeadLanes, head_lane = lane % kHeadLanes;
@@ -425,27 +427,19 @@ struct FewHeads {
 
   // ---- scoring and value warps ----
 
-  // Leaves the results in shared memory.
-  __device__ __forceinline__ static Done attend_tiles(const DecodeParams& p, const Part& part,
+  // Leaves the results in shared memory. Returns as copy_tiles().
+  __device__ __forceinline__ static bool attend_tiles(const DecodeParams& p, const Part& part,
                                                       const Lengths& lengths_at, Shared& shared) {
     const int warp = my_warp(), lane = static_cast<int>(threadIdx.x) % 32;
-    const uint32_t* position_at = query::find_position(p.query, part.token);
-    const __nv_bfloat16* heads_at[kQueryHeads];
-#pragma unroll
-    for (int i = 0; i < kQueryHeads; ++i) heads_at[i] = find_head(p, part, warp + i * kAttendWarps, lane);
-    ptx::griddepcontrol_wait();
-
-    const query::Position position = query::load_position(p.query, position_at, p.query.freqs_cis != nullptr);
+    const query::Position position = query::load_position(p.query, part.token, p.query.freqs_cis != nullptr);
     query::Values heads[kQueryHeads];
 #pragma unroll
-    for (int i = 0; i < kQueryHeads; ++i) heads[i] = load_head(p, heads_at[i]);
-    const RowLengths lengths = load(lengths_at);
-    __syncwarp();  // keeps the loads here
-    store_heads(p, heads, position, shared, warp, lane);
-    const Work w = my_work(p, part, lengths_at, lengths);
-    if (w.range.empty()) return Done::kEmpty;
+    for (int i = 0; i < kQueryHeads; ++i) heads[i] = load_head(p, part, warp + i * kAttendWarps, lane);
+    const Work w = my_work(p, part, lengths_at, load(lengths_at));
+    if (w.range.empty()) return false;
     if (p.o_accum == nullptr && warp >= kAttendWarps - kRopeDim / 32)
       load_rotation(p.finish, part, static_cast<int>(threadIdx.x) - (kAttendThreads - kRopeDim), shared.rotation);
+    store_heads(p, heads, position, shared, warp, lane);
     ptx::bar_sync(kQueryStored, kQueryThreads);
     if (warp < kScoreThreads / 32) {
       move_registers<kRawLaunchRegisters, kFewScoreRegisters<kHeads>>();
@@ -456,7 +450,7 @@ struct FewHeads {
       attend_values(w, shared, warp - kScoreThreads / 32, lane);
       move_registers<kFewValueRegisters<kHeads>, kRawLaunchRegisters>();
     }
-    return Done::kStaged;
+    return true;
   }
 
   template <int kFrom, int kTo>

@@ -12,9 +12,6 @@
 
 namespace sgl_dsv4::sm90 {
 
-// What a block's attending warps have come to: it has no keys; results are in shared memory; they are written.
-enum class Done { kEmpty, kStaged, kWritten };
-
 __device__ __forceinline__ int my_warp() {
   return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
 }
@@ -61,59 +58,22 @@ __device__ __forceinline__ int copy_key() {
   return copy_warp() * kCopyKeys + static_cast<int>(threadIdx.x) % kCopyKeys;
 }
 
-// A copy instruction takes a line of 128 bytes of four rows, 8 lanes a row: half as many accesses to shared memory and
-// to tags as with 64 bytes of eight rows. Where rows start at multiples of 64 bytes, as in SGLang's caches, a row has
-// five lines, of the first or of the last of which it has the half.
-inline constexpr int kLine = 128, kHalfLine = kLine / 2, kLineLanes = kLine / 16;
-inline constexpr int kLines = (V4Layout::kDataBytes + kHalfLine) / kLine, kCopyRows = 32 / kLineLanes;
-static_assert(V4Layout::kDataBytes % kLine == kHalfLine && kCopyKeys == 4 * kCopyRows);
-
-// A lane's 16 bytes of the first line of its rows, which start at a line: where they go in the first tile.
-struct CopyPlace {
-  uint32_t rows[2];       // of the first and the second of its rows; the third and fourth are 8 keys on
-  uint32_t scales;        // of its key
-  uint32_t line;          // place in the line
-  uint32_t lower, upper;  // kHalfLine if that is in the lower, in the upper half
-
-  __device__ __forceinline__ CopyPlace(const RawTile& tile, int lane) {
-    line = lane % kLineLanes * 16;
-    upper = line & kHalfLine;
-    lower = upper ^ kHalfLine;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = copy_warp() * kCopyKeys + i * kCopyRows + lane / kLineLanes;
-      rows[i] = ptx::shared_address(tile.rows) + raw_offset(key, lane % kLineLanes);
-    }
-    scales = ptx::shared_address(tile.scales[copy_key()]);
-  }
-};
-
-// Starts the copies of a warp's 16 rows, each lane `row` of its key.
-template <typename Shared>
-__device__ __forceinline__ void copy_rows(const Row& row, const CopyPlace& place, Shared& shared, const Turn& turn,
-                                          int lane) {
-  if (lane < kCopyKeys) ptx::cp_async_8_if(row.attended, place.scales + turn.tile_at(), row.scales);
-  const uint64_t data = reinterpret_cast<uint64_t>(row.data);
-  const uint32_t high = static_cast<uint32_t>(data >> 32);
-  const uint32_t low = static_cast<uint32_t>(data) | (row.attended ? 1 : 0);  // a row starts at a multiple of 16
-#pragma unroll
-  for (int i = 0; i < kCopyKeys / kCopyRows; ++i) {
-    const int owner = i * kCopyRows + lane / kLineLanes;
-    const uint32_t start = __shfl_sync(kAllLanes, low, owner);
-    const uint64_t start_high = __shfl_sync(kAllLanes, high, owner);
-    const bool wanted = start & 1;
-    // The row starts in the upper half of its first line: all that lies half a line before.
-    const uint64_t from = (start_high << 32 | (start & ~(1u | kHalfLine))) + place.line;
-    const uint32_t to =
-        place.rows[i % 2] + (turn.tile_at() + i / 2 * 2 * kCopyRows * kRawRowBytes) - (start & kHalfLine);
-#pragma unroll
-    for (int l = 0; l < kLines; ++l) {
-      const bool here = l == 0 ? (start & place.lower) == 0 : l == kLines - 1 ? (~start & place.upper) == 0 : true;
-      ptx::cp_async_16_if(here, wanted, to + l * kLine, reinterpret_cast<const void*>(from + l * kLine));
-    }
-  }
+// Starts the copies of a warp's 16 rows, each lane `row` of its key: an instruction takes 64 bytes of 8 rows.
+__device__ __forceinline__ void copy_rows(const Row& row, RawTile& tile, int lane) {
+  if (lane < kCopyKeys) ptx::cp_async_8_if(row.attended, ptx::shared_address(tile.scales[copy_key()]), row.scales);
   const uint32_t attended = __ballot_sync(kAllLanes, row.attended);
-  if (lane == 0) shared.tiles[turn.stage].attended[copy_warp()] = static_cast<uint16_t>(attended);
+  const uint64_t data = reinterpret_cast<uint64_t>(row.data);
+  const int g = lane / 4, part = lane % 4;
+#pragma unroll
+  for (int i = 0; i < kCopyKeys; i += 8) {
+    const uint64_t from = __shfl_sync(kAllLanes, data, g + i) + part * 16;
+    const bool wanted = attended >> (g + i) & 1;
+    const uint32_t to = ptx::shared_address(tile.rows) + raw_offset(copy_warp() * kCopyKeys + g + i, part);
+#pragma unroll
+    for (int c = 0; c < V4Layout::kDataBytes; c += kChunkBytes)
+      ptx::cp_async_16_if(wanted, to + c, reinterpret_cast<const void*>(from + c));
+  }
+  if (lane == 0) tile.attended[copy_warp()] = static_cast<uint16_t>(attended);
 }
 
 // Arrives once for the thread's copies, when they have landed, and once for what it has stored. To hand a tile over
@@ -126,24 +86,17 @@ __device__ __forceinline__ void hand_over(uint64_t& full) {
 // The role. Returns whether the block has keys.
 template <typename Shared>
 __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& part, const Lengths& lengths_at,
-                                           Shared& shared) {
+                                           const Guess& guess, Shared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32, key = copy_key();
-  const CopyPlace place(shared.tiles[0], lane);
-  const Guess guess = guess_keys(p, part, key);
-  Turn turn;
-
-  ptx::griddepcontrol_wait();
-  // In this order, and loads do not cross the barrier: else the assembler asks for the second when the first is there,
-  // or behind the copies.
-  const int second_guessed = ld_int(guess.at[1]);
-  __syncwarp();
   const int first_guessed = ld_int(guess.at[0]);
+  const RowLengths lengths = load(lengths_at);
+  const int second_guessed = ld_int(guess.at[1]);
+  __syncwarp();  // keeps the loads here, as in gather()
   const int guessed[2] = {guess.at[0] != nullptr ? first_guessed : -1, guess.at[1] != nullptr ? second_guessed : -1};
 
   // The first rows: as guessed, then as the lengths say.
-  copy_rows(locate(p.source[guess.keys[0].extra], guessed[0]), place, shared, turn, lane);
-  __syncwarp();  // keeps what comes of the lengths from between the copies; other roles have asked for them
-  const Work w = my_work(p, part, lengths_at, load(lengths_at));
+  copy_rows(locate(p.source[guess.keys[0].extra], guessed[0]), shared.tiles[0], lane);
+  const Work w = my_work(p, part, lengths_at, lengths);
   if (w.range.empty()) {
     ptx::cp_async_wait();
     return false;
@@ -152,13 +105,13 @@ __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& pa
   const bool extra = w.range.begin >= w.row.main_blocks;
   if (__any_sync(kAllLanes, slot != guessed[0] || extra != guess.keys[0].extra)) {
     ptx::cp_async_wait();
-    __syncwarp();  // the rows that replace them may come to the same bytes through other lanes
-    copy_rows(locate(p.source[extra], slot), place, shared, turn, lane);
+    copy_rows(locate(p.source[extra], slot), shared.tiles[0], lane);
   }
   hand_over(shared.full[0]);
   int next_slot = first_slot(p, w, guess, 1, guessed[1], key);
   int later_slot = load_slot(p, w, w.range.begin + 2, key);
 
+  Turn turn;
   const int tiles = w.range.end - w.range.begin;
 #pragma unroll 1
   for (turn.advance(); turn.tile < tiles; turn.advance()) {
@@ -167,7 +120,7 @@ __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& pa
     next_slot = later_slot;
     later_slot = load_slot(p, w, tile + 2, key);
     if (turn.tile >= kRawStages) ptx::bar_sync(kEmpty + turn.stage, Shared::kEmptyThreads);
-    copy_rows(row, place, shared, turn, lane);
+    copy_rows(row, shared.tiles[turn.stage], lane);
     hand_over(shared.full[turn.stage]);
   }
   ptx::cp_async_wait();
@@ -198,28 +151,16 @@ __device__ __forceinline__ float lanes_sum(float x) {
 
 // ---- the query ----
 
-// Where a lane's first vector of head `head` of the block lies; nullptr past the last head.
-__device__ __forceinline__ const __nv_bfloat16* find_head(const DecodeParams& p, const Part& part, int head, int lane) {
-  if (head >= part.heads) return nullptr;
-  const auto* at = static_cast<const __nv_bfloat16*>(p.q) + part.token * p.stride_q_token +
-                   (part.first_head + head) * p.stride_q_head + lane * query::kVec;
-  ptx::keep(at);
-  return at;
-}
-
-// A head in the registers of a warp; zeros past the last one.
-__device__ __forceinline__ query::Values load_head(const DecodeParams& p, const __nv_bfloat16* at) {
-  constexpr int kVectorStep = 32 * query::kVec;
+// Head `head` of the block, in the registers of a warp; zeros past the last one.
+__device__ __forceinline__ query::Values load_head(const DecodeParams& p, const Part& part, int head, int lane) {
   query::Values values = {};
-  if (p.q_is_aligned) {
+  if (head >= part.heads) return values;
+  const auto* row = static_cast<const __nv_bfloat16*>(p.q) + part.token * p.stride_q_token +
+                    (part.first_head + head) * p.stride_q_head + lane * query::kVec;
 #pragma unroll
-    for (int i = 0; i < query::kVectors; ++i) {
-      const uint4 v = ptx::ld_global_v4_if(at != nullptr, at + i * kVectorStep);
-      values.vector[i] = {{v.x, v.y, v.z, v.w}};
-    }
-  } else if (at != nullptr) {
-#pragma unroll
-    for (int i = 0; i < query::kVectors; ++i) values.vector[i] = query::load_vector<false>(at + i * kVectorStep);
+  for (int i = 0; i < query::kVectors; ++i) {
+    const auto* at = row + i * 32 * query::kVec;
+    values.vector[i] = p.q_is_aligned ? query::load_vector<true>(at) : query::load_vector<false>(at);
   }
   return values;
 }
