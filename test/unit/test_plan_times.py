@@ -1,0 +1,114 @@
+"""benchmark/plan_times.py: the fit, on times that the model itself gives, and what is reported of it."""
+
+from __future__ import annotations
+
+import csv
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import plan_times  # noqa: E402
+from plan_times import Plan, Time  # noqa: E402
+
+from sgl_dsv4_kernels import sm90_decode  # noqa: E402
+
+OURS = {f"{field}_{n}": getattr(cost, field) for n, cost in sm90_decode.COSTS.items() for field in cost._fields} | {
+    "small_combine": sm90_decode.SMALL_COMBINE_US,
+    "combine": sm90_decode.COMBINE_US,
+    "partials": 1 / sm90_decode.COMBINE_BYTES_PER_US,
+}
+OTHERS = {name: value * 1.3 + (0.0 if name == "partials" else 0.2) for name, value in OURS.items()}
+
+
+def model_times(constants: dict[str, float], noise: float = 0.0) -> list[Time]:
+    """Every plan of some shapes, with the times of the model."""
+    rng = random.Random(0)
+    times = []
+    for heads in (8, 16, 32, 64):
+        for rows in (1, 4, 16, 48, 96, 128, 256):
+            for keys in (128, 640, 1152):
+                for plan in sm90_decode._plans(rows, heads, keys, None, False):
+                    us = plan_times.predicted_us(constants, rows, heads, keys, plan)
+                    times.append(Time(heads, rows, keys, plan, us * (1 + rng.uniform(-noise, noise))))
+    return times
+
+
+def test_prediction_is_the_models():
+    assert set(OURS) == set(plan_times.NAMES)
+    for time in model_times(OURS)[::7]:
+        model = sm90_decode.predicted_us(time.rows, time.heads, time.keys, 132, time.plan)
+        assert time.us == pytest.approx(model, rel=1e-12)
+    assert OURS["combine"] == sm90_decode.COMBINE_US  # put back
+
+
+@pytest.mark.parametrize("constants", [OURS, OTHERS])
+def test_fit_finds_the_constants(constants):
+    found = plan_times.fit(model_times(constants))
+    for name, value in constants.items():
+        assert found.get(name, 0.0) == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+def test_fit_has_no_negative_constants():
+    """A tile of 64 heads that costs less the more of them there are: the fit takes 0 for what would be negative."""
+    times = [
+        Time(64, 1, 64 * tiles, Plan(64, 1), us)
+        for tiles, us in ((1, 3.0), (2, 5.0), (4, 9.0), (8, 17.0))  # 1 + 2 a tile: no share for `crowded` alone
+    ] + [Time(64, 132, 640, Plan(64, 1), 15.0)]  # less than 21
+    found = plan_times.fit(times)
+    assert min(found.values()) >= 0
+    assert found.get("crowded_64", 0.0) == 0.0
+    assert "tile_8" not in found
+    noisy = plan_times.fit(model_times(OURS, noise=0.1))
+    assert min(noisy.values()) >= 0
+    assert noisy["tile_8"] == pytest.approx(OURS["tile_8"], rel=0.1)
+
+
+def test_wrong_choices():
+    fast, slow = Plan(8, 10), Plan(16, 10)
+    least, most = sorted((fast, slow), key=lambda plan: plan_times.predicted_us(OURS, 1, 64, 640, plan))
+    right = [Time(64, 1, 640, least, 5.0), Time(64, 1, 640, most, 6.0)]
+    assert plan_times.wrong_choices(right, OURS) == []
+    wrong = [Time(64, 1, 640, least, 6.0), Time(64, 1, 640, most, 5.0), Time(64, 2, 640, most, 5.0)]
+    assert plan_times.wrong_choices(wrong, OURS) == [(wrong[0], wrong[1])]
+
+
+def test_plans_that_are_measured():
+    for rows, heads, keys in ((1, 64, 640), (16, 16, 640), (128, 32, 1152)):
+        plans = plan_times.plans_of(rows, heads, keys, 1.25)
+        assert sm90_decode.choose_plan(rows, heads, keys, 132) in plans
+        assert plan_times.plans_of(rows, heads, keys, 1.0) == [sm90_decode.choose_plan(rows, heads, keys, 132)]
+        most = max(plan_times.predicted_us(OURS, rows, heads, keys, plan) for plan in plans)
+        least = min(plan_times.predicted_us(OURS, rows, heads, keys, plan) for plan in plans)
+        assert most <= 1.25 * least * (1 + 1e-12)
+
+
+def test_report_of_a_file(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "plan_times.csv"
+    with path.open("w", newline="") as file:
+        columns = ["heads", "topk", "extra", "b", "block_heads", "splits", "us"]
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for time in model_times(OURS):
+            row = (time.heads, 128, time.keys - 128, time.rows, *time.plan, repr(time.us))
+            writer.writerow(dict(zip(columns, row, strict=True)))
+    monkeypatch.setattr(sys, "argv", ["plan_times.py", "--fit", str(path)])
+    assert plan_times.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    cost = sm90_decode.COSTS[8]
+    assert lines[0].split() == [
+        "8",
+        "heads",
+        "a",
+        "block:",
+        *f"Cost({cost.fixed:.2f}, {cost.crowded:.2f}, {cost.tile:.2f})".split(),
+    ]
+    assert f"{sm90_decode.COMBINE_BYTES_PER_US / 1e6:.2f}e6 bytes a us" in lines[5]
+    errors = [float(error) for error in re.findall(r"[+-][\d.]+(?=%)", lines[-1])]
+    assert len(errors) == 2
+    assert max(map(abs, errors)) == 0.0
