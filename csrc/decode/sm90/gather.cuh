@@ -66,6 +66,20 @@ __device__ __forceinline__ Guess guess_keys(const DecodeParams& p, const Part& p
   return guess;
 }
 
+// What lies where the guess said, -1 where there is no such key, and the row's lengths.
+struct FirstLoads {
+  int slots[2];
+  RowLengths lengths;
+};
+
+__device__ __forceinline__ FirstLoads load_first(const Guess& guess, const Lengths& lengths_at) {
+  const int slot = ld_int(guess.at[0]);
+  const RowLengths lengths = load(lengths_at);
+  const int next_slot = ld_int(guess.at[1]);
+  __syncwarp();  // keeps the loads here: left to itself the assembler puts those of the lengths behind the first copies
+  return {{guess.at[0] != nullptr ? slot : -1, guess.at[1] != nullptr ? next_slot : -1}, lengths};
+}
+
 // Index of key `key` of the block's first (i = 0) or second tile; `guessed`: what lies where the guess said.
 __device__ __forceinline__ int first_slot(const DecodeParams& p, const Work& w, const Guess& guess, int i, int guessed,
                                           int key) {
@@ -98,10 +112,7 @@ __device__ __forceinline__ void multiply_shared(uint32_t address, uint32_t facto
 // Returns whether the block has keys.
 __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block, const Lengths& lengths_at,
                                        const Guess& guess, SharedMemory& shared) {
-  const int first_guessed = ld_int(guess.at[0]);
-  const RowLengths lengths = load(lengths_at);
-  const int second_guessed = ld_int(guess.at[1]);
-  __syncwarp();  // keeps the loads here: left to itself the assembler puts those of the lengths behind the first copies
+  const FirstLoads first = load_first(guess, lengths_at);
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = (static_cast<int>(threadIdx.x) - kConsumerThreads) / 32;
@@ -132,8 +143,7 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     row.data += part * 16;
     return row;
   };
-  const int guessed[2] = {guess.at[0] != nullptr ? first_guessed : -1, guess.at[1] != nullptr ? second_guessed : -1};
-  Row row = my_part_of(p.source[guess.keys[0].extra], guessed[0]);
+  Row row = my_part_of(p.source[guess.keys[0].extra], first.slots[0]);
   Row next = {};
   const auto fetch = [&](int j, uint32_t slot) {
     const Row& from = j < kChunks ? row : next;
@@ -154,19 +164,19 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     for (int j = 0; j < kRing; ++j) fetch(j, slot_of(j));
   };
   begin_row();
-  const Work w = my_work(p, block, lengths_at, lengths);
+  const Work w = my_work(p, block, lengths_at, first.lengths);
   if (w.range.empty()) {
     ptx::cp_async_wait();
     return false;
   }
-  const int slot = first_slot(p, w, guess, 0, guessed[0], key);
+  const int slot = first_slot(p, w, guess, 0, first.slots[0], key);
   const bool extra = w.range.begin >= w.row.main_blocks;
-  if (__any_sync(0xffffffffu, slot != guessed[0] || extra != guess.keys[0].extra)) {
+  if (__any_sync(0xffffffffu, slot != first.slots[0] || extra != guess.keys[0].extra)) {
     row = my_part_of(p.source[extra], slot);
     ptx::cp_async_wait();  // the guessed row lands in the same slots
     begin_row();
   }
-  int next_slot = first_slot(p, w, guess, 1, guessed[1], key);
+  int next_slot = first_slot(p, w, guess, 1, first.slots[1], key);
   ptx::cp_async_wait_but<kRing - 1>();
   uint4 raw = ptx::ld_shared(slot_of(0));
 

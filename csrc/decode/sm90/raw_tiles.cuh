@@ -88,27 +88,23 @@ template <typename Shared>
 __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& part, const Lengths& lengths_at,
                                            const Guess& guess, Shared& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32, key = copy_key();
-  const int first_guessed = ld_int(guess.at[0]);
-  const RowLengths lengths = load(lengths_at);
-  const int second_guessed = ld_int(guess.at[1]);
-  __syncwarp();  // keeps the loads here, as in gather()
-  const int guessed[2] = {guess.at[0] != nullptr ? first_guessed : -1, guess.at[1] != nullptr ? second_guessed : -1};
+  const FirstLoads first = load_first(guess, lengths_at);
 
   // The first rows: as guessed, then as the lengths say.
-  copy_rows(locate(p.source[guess.keys[0].extra], guessed[0]), shared.tiles[0], lane);
-  const Work w = my_work(p, part, lengths_at, lengths);
+  copy_rows(locate(p.source[guess.keys[0].extra], first.slots[0]), shared.tiles[0], lane);
+  const Work w = my_work(p, part, lengths_at, first.lengths);
   if (w.range.empty()) {
     ptx::cp_async_wait();
     return false;
   }
-  const int slot = first_slot(p, w, guess, 0, guessed[0], key);
+  const int slot = first_slot(p, w, guess, 0, first.slots[0], key);
   const bool extra = w.range.begin >= w.row.main_blocks;
-  if (__any_sync(kAllLanes, slot != guessed[0] || extra != guess.keys[0].extra)) {
+  if (__any_sync(kAllLanes, slot != first.slots[0] || extra != guess.keys[0].extra)) {
     ptx::cp_async_wait();
     copy_rows(locate(p.source[extra], slot), shared.tiles[0], lane);
   }
   hand_over(shared.full[0]);
-  int next_slot = first_slot(p, w, guess, 1, guessed[1], key);
+  int next_slot = first_slot(p, w, guess, 1, first.slots[1], key);
   int later_slot = load_slot(p, w, w.range.begin + 2, key);
 
   Turn turn;
