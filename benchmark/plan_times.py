@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,9 +29,10 @@ from common import comment, require_cuda, run_facts, warm_medians, write_csv
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels.sm90_decode import Cost, Plan
+from sgl_dsv4_kernels.testing_decode import Problem
 
 SM_COUNT = 132
-"""Of an H200, where the fitted times come from."""
+"""Of an H200, whose times COSTS are: other devices are refused."""
 
 
 class Time(NamedTuple):
@@ -46,12 +48,16 @@ class Time(NamedTuple):
 Constants = dict[str, float]
 """fixed_8, crowded_8, tile_8, ... by heads a block; small_combine, combine; partials: microseconds a byte."""
 
-NAMES = tuple(f"{field}_{heads}" for heads in sm90_decode.COSTS for field in Cost._fields)
-NAMES = (*NAMES, "small_combine", "combine", "partials")
+NAMES = (
+    *(f"{field}_{heads}" for heads in sm90_decode.COSTS for field in Cost._fields),
+    "small_combine",
+    "combine",
+    "partials",
+)
 
 
-def predicted_us(constants: Mapping[str, float], rows: int, heads: int, keys: int, plan: Plan) -> float:
-    """The model's time with these constants; those that are missing are 0."""
+def predicted_us(constants: Mapping[str, float], time: Time) -> float:
+    """The model's time of that decode with these constants; those that are missing are 0."""
     value = constants.get
     costs = {n: Cost(*(value(f"{field}_{n}", 0.0) for field in Cost._fields)) for n in sm90_decode.COSTS}
     with mock.patch.multiple(
@@ -61,7 +67,7 @@ def predicted_us(constants: Mapping[str, float], rows: int, heads: int, keys: in
         COMBINE_US=value("combine", 0.0),
         COMBINE_BYTES_PER_US=1 / max(value("partials", 0.0), 1e-30),
     ):
-        return sm90_decode.predicted_us(rows, heads, keys, SM_COUNT, plan)
+        return sm90_decode.predicted_us(time.rows, time.heads, time.keys, SM_COUNT, time.plan)
 
 
 # ---- fitting ----
@@ -69,20 +75,16 @@ def predicted_us(constants: Mapping[str, float], rows: int, heads: int, keys: in
 
 def fit(times: list[Time]) -> Constants:
     """The constants of least relative error. Those that no time depends on, and those that would be negative, are 0."""
-
-    def share(name: str, time: Time) -> float:
-        return predicted_us({name: 1.0}, time.rows, time.heads, time.keys, time.plan) / time.us
-
-    columns = {name: [share(name, time) for time in times] for name in NAMES}
+    columns = {name: [predicted_us({name: 1.0}, time) / time.us for time in times] for name in NAMES}
     names = [name for name in NAMES if max(columns[name]) > 1e-20]
     while True:
-        scales = [max(columns[name]) for name in names]  # a byte's share is 10^-6 of a microsecond's
-        matrix = torch.tensor([columns[name] for name in names], dtype=torch.float64).T / torch.tensor(scales)
-        solution = torch.linalg.lstsq(matrix, torch.ones(len(times), 1, dtype=torch.float64), driver="gelsd").solution
-        constants = {name: x / scale for name, x, scale in zip(names, solution[:, 0].tolist(), scales, strict=True)}
-        if min(constants.values()) >= 0:
-            return constants
-        names.remove(min(names, key=lambda name: constants[name] * max(columns[name])))
+        matrix = torch.tensor([columns[name] for name in names], dtype=torch.float64).T
+        scales = matrix.amax(0)  # a byte's share is a millionth of a microsecond's
+        ones = torch.ones(len(times), 1, dtype=torch.float64)
+        shares = torch.linalg.lstsq(matrix / scales, ones, driver="gelsd").solution[:, 0]
+        if shares.min() >= 0:
+            return dict(zip(names, (shares / scales).tolist(), strict=True))
+        del names[int(shares.argmin())]
 
 
 def wrong_choices(times: Iterable[Time], constants: Constants) -> list[tuple[Time, Time]]:
@@ -92,7 +94,7 @@ def wrong_choices(times: Iterable[Time], constants: Constants) -> list[tuple[Tim
         shapes.setdefault((time.heads, time.rows, time.keys), []).append(time)
     wrong = []
     for plans in shapes.values():
-        chosen = min(plans, key=lambda t: predicted_us(constants, t.rows, t.heads, t.keys, t.plan))
+        chosen = min(plans, key=functools.partial(predicted_us, constants))
         fastest = min(plans, key=lambda t: t.us)
         if chosen.us > 1.01 * fastest.us:
             wrong.append((chosen, fastest))
@@ -107,7 +109,7 @@ def report(times: list[Time]) -> None:
     print(f"combine {constants.get('combine', 0.0):.2f}, of few rows {constants.get('small_combine', 0.0):.2f} us")
     if constants.get("partials"):
         print(f"partials {1e-6 / constants['partials']:.2f}e6 bytes a us")
-    errors = [predicted_us(constants, t.rows, t.heads, t.keys, t.plan) / t.us - 1 for t in times]
+    errors = [predicted_us(constants, time) / time.us - 1 for time in times]
     print(f"{len(times)} times, errors {min(errors):+.1%} to {max(errors):+.1%}")
     for chosen, fastest in wrong_choices(times, constants):
         shape = f"{chosen.rows} rows of {chosen.heads} heads, {chosen.keys} keys"
@@ -125,20 +127,21 @@ def plans_of(rows: int, heads: int, keys: int, margin: float) -> list[Plan]:
     return [plan for plan, us in predicted.items() if us <= margin * least]
 
 
+def decode(problem: Problem, plan: Plan) -> object:
+    """A decode by that plan, whatever the model says."""
+    with mock.patch.object(sm90_decode, "cached_plan", return_value=plan):
+        options = problem.arguments() | problem.options
+        return dk.sparse_decode(**options, num_splits=plan.num_splits, backend="sm90")
+
+
 def measure(args: argparse.Namespace) -> list[dict]:
     """Rows of the CSV: shape, block_heads, splits, us, and the facts of the run."""
     facts = run_facts()
     print(comment(facts))
     rows = []
     for shape, problem in problems(args):
-        keywords = problem.arguments() | problem.options
         plans = plans_of(shape["b"], shape["heads"], shape["topk"] + shape["extra"], args.margin)
-
-        def call(plan: Plan, keywords: dict = keywords) -> object:
-            with mock.patch.object(sm90_decode, "cached_plan", return_value=plan):
-                return dk.sparse_decode(**keywords, num_splits=plan.num_splits, backend="sm90")
-
-        times = warm_medians({plan: (lambda plan=plan: call(plan)) for plan in plans}, args.iters)
+        times = warm_medians({plan: functools.partial(decode, problem, plan) for plan in plans}, args.iters)
         for plan, us in times.items():
             rows.append(shape | {"block_heads": plan.block_heads, "splits": plan.num_splits, "us": f"{us:.2f}"} | facts)
         print("   ", *(f"{plan.block_heads}x{plan.num_splits} {us:.2f}" for plan, us in times.items()), flush=True)
@@ -161,6 +164,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.fit is None:
         require_cuda()
+        sm_count = sm90_decode.count_sms(torch.device("cuda"))
+        if sm_count != SM_COUNT:
+            parser.error(f"expected a device of {SM_COUNT} SMs, an H200, got one of {sm_count}")
         torch.manual_seed(0)
         rows = measure(args)
         if args.csv:
@@ -168,6 +174,8 @@ def main() -> int:
     else:
         with args.fit.open() as file:
             rows = list(csv.DictReader(file))
+        if not rows:
+            parser.error(f"--fit: expected times, got none in {args.fit}")
     report([to_time(row) for row in rows])
     return 0
 

@@ -34,8 +34,9 @@ def model_times(constants: dict[str, float], noise: float = 0.0) -> list[Time]:
         for rows in (1, 4, 16, 48, 96, 128, 256):
             for keys in (128, 640, 1152):
                 for plan in sm90_decode._plans(rows, heads, keys, None, False):
-                    us = plan_times.predicted_us(constants, rows, heads, keys, plan)
-                    times.append(Time(heads, rows, keys, plan, us * (1 + rng.uniform(-noise, noise))))
+                    time = Time(heads, rows, keys, plan, 0.0)
+                    us = plan_times.predicted_us(constants, time) * (1 + rng.uniform(-noise, noise))
+                    times.append(time._replace(us=us))
     return times
 
 
@@ -71,7 +72,7 @@ def test_fit_has_no_negative_constants():
 
 def test_wrong_choices():
     fast, slow = Plan(8, 10), Plan(16, 10)
-    least, most = sorted((fast, slow), key=lambda plan: plan_times.predicted_us(OURS, 1, 64, 640, plan))
+    least, most = sorted((fast, slow), key=lambda plan: sm90_decode.predicted_us(1, 64, 640, 132, plan))
     right = [Time(64, 1, 640, least, 5.0), Time(64, 1, 640, most, 6.0)]
     assert plan_times.wrong_choices(right, OURS) == []
     wrong = [Time(64, 1, 640, least, 6.0), Time(64, 1, 640, most, 5.0), Time(64, 2, 640, most, 5.0)]
@@ -83,9 +84,8 @@ def test_plans_that_are_measured():
         plans = plan_times.plans_of(rows, heads, keys, 1.25)
         assert sm90_decode.choose_plan(rows, heads, keys, 132) in plans
         assert plan_times.plans_of(rows, heads, keys, 1.0) == [sm90_decode.choose_plan(rows, heads, keys, 132)]
-        most = max(plan_times.predicted_us(OURS, rows, heads, keys, plan) for plan in plans)
-        least = min(plan_times.predicted_us(OURS, rows, heads, keys, plan) for plan in plans)
-        assert most <= 1.25 * least * (1 + 1e-12)
+        predicted = [sm90_decode.predicted_us(rows, heads, keys, 132, plan) for plan in plans]
+        assert max(predicted) <= 1.25 * min(predicted)
 
 
 def test_report_of_a_file(tmp_path, monkeypatch, capsys):
@@ -112,3 +112,12 @@ def test_report_of_a_file(tmp_path, monkeypatch, capsys):
     errors = [float(error) for error in re.findall(r"[+-][\d.]+(?=%)", lines[-1])]
     assert len(errors) == 2
     assert max(map(abs, errors)) == 0.0
+
+
+def test_file_without_times(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "plan_times.csv"
+    path.write_text("heads,topk,extra,b,block_heads,splits,us\n")
+    monkeypatch.setattr(sys, "argv", ["plan_times.py", "--fit", str(path)])
+    with pytest.raises(SystemExit):
+        plan_times.main()
+    assert f"--fit: expected times, got none in {path}" in capsys.readouterr().err
