@@ -90,6 +90,20 @@ __device__ __forceinline__ int first_slot(const DecodeParams& p, const Work& w, 
   return keys.begin + key < keys.end ? guessed : -1;
 }
 
+// What the block's first row is as the lengths say: its cache and slot, and whether it is another than was guessed for
+// any lane of the warp.
+struct FirstRow {
+  int slot;
+  bool extra, other;
+};
+
+__device__ __forceinline__ FirstRow check_first(const DecodeParams& p, const Work& w, const Guess& guess,
+                                                const FirstLoads& first, int key) {
+  const int slot = first_slot(p, w, guess, 0, first.slots[0], key);
+  const bool extra = w.range.begin >= w.row.main_blocks;
+  return {slot, extra, __any_sync(kAllLanes, slot != first.slots[0] || extra != guess.keys[0].extra) != 0};
+}
+
 __device__ __forceinline__ Row locate(const Source& source, int slot) {
   const bool attended = static_cast<uint32_t>(slot) < source.num_slots;
   const uint32_t page = divide(static_cast<uint32_t>(slot), source.page_size);
@@ -169,10 +183,9 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     ptx::cp_async_wait();
     return false;
   }
-  const int slot = first_slot(p, w, guess, 0, first.slots[0], key);
-  const bool extra = w.range.begin >= w.row.main_blocks;
-  if (__any_sync(0xffffffffu, slot != first.slots[0] || extra != guess.keys[0].extra)) {
-    row = my_part_of(p.source[extra], slot);
+  const FirstRow actual = check_first(p, w, guess, first, key);
+  if (actual.other) {
+    row = my_part_of(p.source[actual.extra], actual.slot);
     ptx::cp_async_wait();  // the guessed row lands in the same slots
     begin_row();
   }

@@ -97,11 +97,10 @@ __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& pa
     ptx::cp_async_wait();
     return false;
   }
-  const int slot = first_slot(p, w, guess, 0, first.slots[0], key);
-  const bool extra = w.range.begin >= w.row.main_blocks;
-  if (__any_sync(kAllLanes, slot != first.slots[0] || extra != guess.keys[0].extra)) {
+  const FirstRow actual = check_first(p, w, guess, first, key);
+  if (actual.other) {
     ptx::cp_async_wait();
-    copy_rows(locate(p.source[extra], slot), shared.tiles[0], lane);
+    copy_rows(locate(p.source[actual.extra], actual.slot), shared.tiles[0], lane);
   }
   hand_over(shared.full[0]);
   int next_slot = first_slot(p, w, guess, 1, first.slots[1], key);
