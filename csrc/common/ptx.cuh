@@ -123,6 +123,25 @@ __device__ __forceinline__ uint2 ld_global_v2_if(bool wanted, const void* addres
   return v;
 }
 
+// 16 bytes; zeros if not wanted.
+__device__ __forceinline__ uint4 ld_global_v4_if(bool wanted, const void* address) {
+  uint4 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
+  return v;
+}
+
 // PTX ISA, "ld.global.cs": 16 bytes that are read once, evicted first; zeros if not wanted.
 __device__ __forceinline__ float4 ld_global_cs_v4_if(bool wanted, const float* address) {
   float4 v;
@@ -208,6 +227,18 @@ __device__ __forceinline__ uint4 ldmatrix_trans(uint32_t address) {
 __device__ __forceinline__ void cp_async_16_if(bool wanted, uint32_t address, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(wanted ? 16 : 0)
                : "memory");
+}
+
+// The same by threads for which `here`; the others copy nothing.
+__device__ __forceinline__ void cp_async_16_if(bool here, bool wanted, uint32_t address, const void* from) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+      "}\n" ::"r"(address),
+      "l"(from), "r"(wanted ? 16 : 0), "r"(static_cast<int>(here))
+      : "memory");
 }
 
 // 8 bytes; they may stay in the L1 too.

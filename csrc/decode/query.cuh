@@ -56,10 +56,18 @@ struct Position {
   }
 };
 
+// Where a row's position lies.
+__device__ __forceinline__ const uint32_t* find_position(const QueryPrologue& p, int64_t token) {
+  const uint32_t* at =
+      static_cast<const uint32_t*>(p.positions) + token * p.stride_positions_token * (p.positions_are_int64 ? 2 : 1);
+  ptx::keep(at);
+  return at;
+}
+__device__ __forceinline__ Position load_position(const QueryPrologue& p, const uint32_t* at, bool wanted) {
+  return {ptx::ld_global_if(wanted, at, 0), ptx::ld_global_if(wanted && p.positions_are_int64, at + 1, 0)};
+}
 __device__ __forceinline__ Position load_position(const QueryPrologue& p, int64_t token, bool wanted) {
-  const int64_t at = token * p.stride_positions_token * (p.positions_are_int64 ? 2 : 1);
-  const uint32_t* words = static_cast<const uint32_t*>(p.positions) + at;
-  return {ptx::ld_global_if(wanted, words, 0), ptx::ld_global_if(wanted && p.positions_are_int64, words + 1, 0)};
+  return load_position(p, find_position(p, token), wanted);
 }
 
 // Of the rope part's vector `vector`; NaN outside the table. kAligned: rows of the table start at multiples of 16

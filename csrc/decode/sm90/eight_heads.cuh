@@ -182,16 +182,26 @@ struct EightHeads {
     }
   }
 
-  __device__ __forceinline__ static void load_query(Query (&q)[2], const Shared& shared, int quarter, int lane) {
-    const int g = lane / 4, part = lane % 4;
-    const uint32_t at = ptx::shared_address(shared.q);
-    const uint32_t codes = at + q_offset(g, quarter * 2 * kQuantGroup + part * 16, kEightHeads);
-    load_half(q[0], codes, 16);
-    if (quarter < kQuarters - 1) {
-      load_half(q[1], codes + kEightHeads * kRowBytes, 16);
-    } else {
-      load_half(q[1], at + q_offset(g, kNopeDim + part * 8, kEightHeads), kRowBytes / 2);  // RoPE
+  // Where a lane has its operands.
+  struct QueryPlace {
+    uint32_t half[2], other;  // other: of the second half
+
+    __device__ __forceinline__ QueryPlace(const Shared& shared, int quarter, int lane) {
+      const int g = lane / 4, part = lane % 4;
+      const bool rope = quarter == kQuarters - 1;
+      const uint32_t at = ptx::shared_address(shared.q);
+      half[0] = at + q_offset(g, quarter * 2 * kQuantGroup + part * 16, kEightHeads);
+      half[1] = rope ? at + q_offset(g, kNopeDim + part * 8, kEightHeads) : half[0] + kEightHeads * kRowBytes;
+      other = rope ? kRowBytes / 2 : 16;
+      ptx::keep(half[0]);
+      ptx::keep(half[1]);
+      ptx::keep(other);
     }
+  };
+
+  __device__ __forceinline__ static void load_query(Query (&q)[2], const QueryPlace& place) {
+    load_half(q[0], place.half[0], 16);
+    load_half(q[1], place.half[1], place.other);
   }
 
   // The sums of a group of 64 channels: `upper`, `lower` a lane's 16 codes of keys g and g + 8.
@@ -215,7 +225,6 @@ struct EightHeads {
     uint32_t row;     // its 16 bytes of the first group, of key g
     uint32_t scale;   // its scale: of key lane % 16 in the first or second group
     uint32_t scores;  // of head 2 c and key g
-    float2 q_scale;   // of heads 2 c and 2 c + 1
     bool has_rope;    // instead of the second group
     bool scale_is_one;
 
@@ -226,7 +235,6 @@ struct EightHeads {
       row = ptx::shared_address(tile.rows) + raw_offset(first_key + lane / 4, lane % 4) + quarter * kQuarterBytes;
       scale = ptx::shared_address(&tile.scales[key][group]);
       scores = ptx::shared_address(&shared.scores[0][quarter][lane % 4 * 2][first_key + lane / 4]);
-      q_scale = *reinterpret_cast<const float2*>(&shared.q_scale[lane % 4 * 2]);
       has_rope = quarter == kQuarters - 1;
       scale_is_one = group == kNumScales;
       ptx::keep(row);
@@ -235,9 +243,9 @@ struct EightHeads {
     }
   };
 
-  // A warp's share of the scores of a tile.
-  __device__ __forceinline__ static void add_scores(const Query (&q)[2], Shared& shared, const ScorePlace& place,
-                                                    const Turn& turn, int lane) {
+  // A warp's share of the scores of a tile. `q_scale`: of heads 2 c and 2 c + 1.
+  __device__ __forceinline__ static void add_scores(const Query (&q)[2], float2 q_scale, Shared& shared,
+                                                    const ScorePlace& place, const Turn& turn, int lane) {
     constexpr int kLower = 8 * kRawRowBytes;
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
     const uint32_t row = place.row + turn.tile_at();
@@ -264,9 +272,9 @@ struct EightHeads {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // Q's scale first: with the key's, a sum of 2^29 could be infinite.
-      const float q_scale = i % 2 == 0 ? place.q_scale.x : place.q_scale.y;
+      const float down = i % 2 == 0 ? q_scale.x : q_scale.y;
       ptx::st_shared(scores + (i % 2 * kScorePitch + i / 2 * 8) * sizeof(float),
-                     fmaf(first[i] * q_scale, scales[i / 2][0], second[i] * q_scale * scales[i / 2][1]));
+                     fmaf(first[i] * down, scales[i / 2][0], second[i] * down * scales[i / 2][1]));
     }
     ptx::bar_arrive(kScoresFull + turn.buffer(), kScoresThreads);
   }
@@ -399,38 +407,87 @@ struct EightHeads {
     }
   }
 
+  // ---- partials ----
+  //
+  // Straight from the accumulators. Neighbouring lanes exchange values, so that each has four channels in a row, and an
+  // instruction stores 128 consecutive bytes of four heads; not so of the RoPE part. (8 bytes a lane, without the
+  // exchange, took 2 % longer.)
+
+  // Where a lane's values of its first head go: of pieces of codes the odd lane has the second, the even one the first.
+  __device__ __forceinline__ static float* find_partials(const DecodeParams& p, const Part& part, int warp, int lane) {
+    const int g = lane / 4;
+    const bool has_codes = warp * kWarpChannels / kQuantGroup < kNumScales;
+    float* at = o_of(p, part, lane % 4 * 2) + warp * kWarpChannels + (has_codes ? g / 2 * 4 + g % 2 * 16 : g);
+    ptx::keep(at);
+    return at;
+  }
+
+  __device__ __forceinline__ static void store_partials(const DecodeParams& p, const Part& part,
+                                                        const float (&o)[kPieces][4], float* first,
+                                                        const Shared& shared, int lane, bool has_codes) {
+    static_assert(kPieces == 2);
+    const int head = lane % 4 * 2;
+    ptx::bar_sync(0, kRawThreads);
+    const float2 inverse = *reinterpret_cast<const float2*>(&shared.inverse[head]);
+    const bool odd = lane & 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float factor = i == 0 ? inverse.x : inverse.y;
+      float x[kPieces][2];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)  // the values of an empty head do not count: 0 times an infinite key is NaN
+        x[j / 2][j % 2] = factor == 0.0f ? 0.0f : o[j / 2][i + j % 2 * 2] * factor;
+      float* at = first + i * p.stride_o_head;
+      if (has_codes) {
+        const float2 mine = odd ? make_float2(x[1][0], x[1][1]) : make_float2(x[0][0], x[0][1]);
+        const float2 given = odd ? make_float2(x[0][0], x[0][1]) : make_float2(x[1][0], x[1][1]);
+        const float2 got = {__shfl_xor_sync(kAllLanes, given.x, 4), __shfl_xor_sync(kAllLanes, given.y, 4)};
+        const float4 four = odd ? make_float4(got.x, got.y, mine.x, mine.y) : make_float4(mine.x, mine.y, got.x, got.y);
+        if (head + i < part.heads) *reinterpret_cast<float4*>(at) = four;
+      } else if (head + i < part.heads) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) at[j * 8] = x[j / 2][j % 2];
+      }
+    }
+  }
+
   // ---- the attending warps ----
 
-  // Leaves the results in shared memory. Returns as copy_tiles().
-  __device__ __forceinline__ static bool attend_tiles(const DecodeParams& p, const Part& part,
+  __device__ __forceinline__ static Done attend_tiles(const DecodeParams& p, const Part& part,
                                                       const Lengths& lengths_at, Shared& shared) {
     ptx::setmaxnreg_inc<kEightAttendRegisters>();
     const int warp = my_warp(), lane = static_cast<int>(threadIdx.x) % 32;
-    query::Values head[1] = {};
-    query::Position position = {};
     const bool loads_q = warp < kEightHeads;
-    if (loads_q) {
-      position = query::load_position(p.query, part.token, p.query.freqs_cis != nullptr);
-      head[0] = load_head(p, part, warp, lane);
-    }
-    const Work w = my_work(p, part, lengths_at, load(lengths_at));
-    if (w.range.empty()) return false;
-    if (p.o_accum == nullptr && warp >= kAttendWarps - kRopeDim / 32)
-      load_rotation(p.finish, part, static_cast<int>(threadIdx.x) - (kAttendThreads - kRopeDim), shared.rotation);
-    if (loads_q) store_head(p, head, position, shared, warp, lane);
-    ptx::bar_sync(kConsumersMeet, kAttendThreads);
-
+    const __nv_bfloat16* head_at = find_head(p, part, warp, lane);
+    const uint32_t* position_at = query::find_position(p.query, part.token);
+    float* const partials = find_partials(p, part, warp, lane);
+    const QueryPlace query_place(shared, warp / 4, lane);
     const ScorePlace score_place(shared, warp, lane);
     const ValuePlace value_place(shared, warp, lane);
+    ptx::griddepcontrol_wait();
+
+    query::Values head[1] = {load_head(p, head_at)};
+    const query::Position position =
+        query::load_position(p.query, position_at, loads_q && p.query.freqs_cis != nullptr);
+    const RowLengths lengths = load(lengths_at);
+    __syncwarp();  // keeps the loads here
+    if (loads_q) store_head(p, head, position, shared, warp, lane);
+    const Work w = my_work(p, part, lengths_at, lengths);
+    if (w.range.empty()) return Done::kEmpty;
+    if (p.o_accum == nullptr && warp >= kAttendWarps - kRopeDim / 32)
+      load_rotation(p.finish, part, static_cast<int>(threadIdx.x) - (kAttendThreads - kRopeDim), shared.rotation);
+    ptx::bar_sync(kConsumersMeet, kAttendThreads);
+
     Query q[2];
-    load_query(q, shared, warp / 4, lane);
+    load_query(q, query_place);
+    const float2 q_scale = *reinterpret_cast<const float2*>(&shared.q_scale[lane % 4 * 2]);
     float o[kPieces][4] = {};  // the first tile's decay is 0
     const int tiles = w.range.end - w.range.begin;
     Turn scored, added;
 #pragma unroll 1
     while (added.tile < tiles) {
       if (scored.tile < tiles) {
-        add_scores(q, shared, score_place, scored, lane);
+        add_scores(q, q_scale, shared, score_place, scored, lane);
         scored.advance();
         if (scored.tile == 1) continue;  // one tile ahead
       }
@@ -443,6 +500,10 @@ struct EightHeads {
       added.advance();
     }
 
+    if (p.o_accum != nullptr) {
+      store_partials(p, part, o, partials, shared, lane, value_place.has_codes());
+      return Done::kWritten;
+    }
     ptx::bar_sync(kConsumersMeet, kAttendThreads);  // results lie where Q and scores were
     const int g = lane / 4, column = lane % 4 * 2;
 #pragma unroll
@@ -458,7 +519,7 @@ struct EightHeads {
         }
       }
     }
-    return true;
+    return Done::kStaged;
   }
 };
 

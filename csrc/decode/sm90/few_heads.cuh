@@ -427,19 +427,27 @@ struct FewHeads {
 
   // ---- scoring and value warps ----
 
-  // Leaves the results in shared memory. Returns as copy_tiles().
-  __device__ __forceinline__ static bool attend_tiles(const DecodeParams& p, const Part& part,
+  // Leaves the results in shared memory.
+  __device__ __forceinline__ static Done attend_tiles(const DecodeParams& p, const Part& part,
                                                       const Lengths& lengths_at, Shared& shared) {
     const int warp = my_warp(), lane = static_cast<int>(threadIdx.x) % 32;
-    const query::Position position = query::load_position(p.query, part.token, p.query.freqs_cis != nullptr);
+    const uint32_t* position_at = query::find_position(p.query, part.token);
+    const __nv_bfloat16* heads_at[kQueryHeads];
+#pragma unroll
+    for (int i = 0; i < kQueryHeads; ++i) heads_at[i] = find_head(p, part, warp + i * kAttendWarps, lane);
+    ptx::griddepcontrol_wait();
+
+    const query::Position position = query::load_position(p.query, position_at, p.query.freqs_cis != nullptr);
     query::Values heads[kQueryHeads];
 #pragma unroll
-    for (int i = 0; i < kQueryHeads; ++i) heads[i] = load_head(p, part, warp + i * kAttendWarps, lane);
-    const Work w = my_work(p, part, lengths_at, load(lengths_at));
-    if (w.range.empty()) return false;
+    for (int i = 0; i < kQueryHeads; ++i) heads[i] = load_head(p, heads_at[i]);
+    const RowLengths lengths = load(lengths_at);
+    __syncwarp();  // keeps the loads here
+    store_heads(p, heads, position, shared, warp, lane);
+    const Work w = my_work(p, part, lengths_at, lengths);
+    if (w.range.empty()) return Done::kEmpty;
     if (p.o_accum == nullptr && warp >= kAttendWarps - kRopeDim / 32)
       load_rotation(p.finish, part, static_cast<int>(threadIdx.x) - (kAttendThreads - kRopeDim), shared.rotation);
-    store_heads(p, heads, position, shared, warp, lane);
     ptx::bar_sync(kQueryStored, kQueryThreads);
     if (warp < kScoreThreads / 32) {
       move_registers<kRawLaunchRegisters, kFewScoreRegisters<kHeads>>();
@@ -450,7 +458,7 @@ struct FewHeads {
       attend_values(w, shared, warp - kScoreThreads / 32, lane);
       move_registers<kFewValueRegisters<kHeads>, kRawLaunchRegisters>();
     }
-    return true;
+    return Done::kStaged;
   }
 
   template <int kFrom, int kTo>

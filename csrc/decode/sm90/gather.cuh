@@ -62,6 +62,7 @@ __device__ __forceinline__ Guess guess_keys(const DecodeParams& p, const Part& p
     const Source& source = p.source[guess.keys[i].extra];
     const bool any = range.begin + i < range.end && at < guess.keys[i].end;
     guess.at[i] = any ? source.indices + part.token * source.stride_indices + at : nullptr;
+    ptx::keep(guess.at[i]);
   }
   return guess;
 }

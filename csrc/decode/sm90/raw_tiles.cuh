@@ -12,6 +12,9 @@
 
 namespace sgl_dsv4::sm90 {
 
+// What a block's attending warps have come to: it has no keys; results are in shared memory; they are written.
+enum class Done { kEmpty, kStaged, kWritten };
+
 __device__ __forceinline__ int my_warp() {
   return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
 }
@@ -146,16 +149,28 @@ __device__ __forceinline__ float lanes_sum(float x) {
 
 // ---- the query ----
 
-// Head `head` of the block, in the registers of a warp; zeros past the last one.
-__device__ __forceinline__ query::Values load_head(const DecodeParams& p, const Part& part, int head, int lane) {
+// Where a lane's first vector of head `head` of the block lies; nullptr past the last head.
+__device__ __forceinline__ const __nv_bfloat16* find_head(const DecodeParams& p, const Part& part, int head, int lane) {
+  if (head >= part.heads) return nullptr;
+  const auto* at = static_cast<const __nv_bfloat16*>(p.q) + part.token * p.stride_q_token +
+                   (part.first_head + head) * p.stride_q_head + lane * query::kVec;
+  ptx::keep(at);
+  return at;
+}
+
+// A head in the registers of a warp; zeros past the last one.
+__device__ __forceinline__ query::Values load_head(const DecodeParams& p, const __nv_bfloat16* at) {
+  constexpr int kVectorStep = 32 * query::kVec;
   query::Values values = {};
-  if (head >= part.heads) return values;
-  const auto* row = static_cast<const __nv_bfloat16*>(p.q) + part.token * p.stride_q_token +
-                    (part.first_head + head) * p.stride_q_head + lane * query::kVec;
+  if (p.q_is_aligned) {
 #pragma unroll
-  for (int i = 0; i < query::kVectors; ++i) {
-    const auto* at = row + i * 32 * query::kVec;
-    values.vector[i] = p.q_is_aligned ? query::load_vector<true>(at) : query::load_vector<false>(at);
+    for (int i = 0; i < query::kVectors; ++i) {
+      const uint4 v = ptx::ld_global_v4_if(at != nullptr, at + i * kVectorStep);
+      values.vector[i] = {{v.x, v.y, v.z, v.w}};
+    }
+  } else if (at != nullptr) {
+#pragma unroll
+    for (int i = 0; i < query::kVectors; ++i) values.vector[i] = query::load_vector<false>(at + i * kVectorStep);
   }
   return values;
 }

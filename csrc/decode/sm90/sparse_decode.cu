@@ -80,10 +80,7 @@ __device__ __forceinline__ Start begin(const DecodeParams& p, int warpgroup, Sha
   Start start;
   start.part = my_part(p, kTileHeads);
   start.lengths = find_lengths(p, start.part);
-  if (gathers(warpgroup)) {
-    start.guess = guess_keys(p, start.part, gather_key());
-    for (const int32_t*& at : start.guess.at) ptx::keep(at);
-  }
+  if (gathers(warpgroup)) start.guess = guess_keys(p, start.part, gather_key());
   for (const int32_t*& at : start.lengths.at) ptx::keep(at);
   __syncthreads();
   ptx::griddepcontrol_wait();
@@ -174,13 +171,10 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
   const Part part = my_part(p, Kernel::kBlockHeads);
   Lengths lengths = find_lengths(p, part);
   Guess guess;
-  if (copies(warp)) {
-    guess = guess_keys(p, part, copy_key());
-    for (const int32_t*& at : guess.at) ptx::keep(at);
-  }
+  if (copies(warp)) guess = guess_keys(p, part, copy_key());
   for (const int32_t*& at : lengths.at) ptx::keep(at);
   __syncthreads();
-  ptx::griddepcontrol_wait();
+  if (warp >= kAttendWarps) ptx::griddepcontrol_wait();  // the others do so later
 
   if (weighs(warp)) {
     ptx::setmaxnreg_dec<Kernel::kWeighRegisters>();
@@ -192,7 +186,9 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
     if (copy_tiles(p, part, lengths, guess, shared)) ptx::bar_sync(0, kRawThreads);
     return;
   }
-  if (!Kernel::attend_tiles(p, part, lengths, shared)) {
+  const Done done = Kernel::attend_tiles(p, part, lengths, shared);
+  if (done == Done::kWritten) return;
+  if (done == Done::kEmpty) {
     write_empty(p, part, warp, kAttendWarps);
     return;
   }
