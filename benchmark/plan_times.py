@@ -135,7 +135,7 @@ def decode(problem: Problem, plan: Plan) -> object:
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """Rows of the CSV: shape, block_heads, splits, us, and the facts of the run."""
+    """Rows of the CSV: shape, block_heads, splits, us, and the facts of the run. Saves them behind every shape."""
     facts = run_facts()
     print(comment(facts))
     rows = []
@@ -144,6 +144,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
         times = warm_medians({plan: functools.partial(decode, problem, plan) for plan in plans}, args.iters)
         for plan, us in times.items():
             rows.append(shape | {"block_heads": plan.block_heads, "splits": plan.num_splits, "us": f"{us:.2f}"} | facts)
+        if args.csv:
+            write_csv(args.csv, rows)
         print("   ", *(f"{plan.block_heads}x{plan.num_splits} {us:.2f}" for plan, us in times.items()), flush=True)
     return rows
 
@@ -169,8 +171,6 @@ def main() -> int:
             parser.error(f"expected a device of {SM_COUNT} SMs, an H200, got one of {sm_count}")
         torch.manual_seed(0)
         rows = measure(args)
-        if args.csv:
-            write_csv(args.csv, rows)
     else:
         with args.fit.open() as file:
             rows = list(csv.DictReader(file))

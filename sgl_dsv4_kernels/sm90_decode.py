@@ -213,12 +213,6 @@ def plan_of(
     return plan(*shapes, num_splits, batch_invariant, usual_keys(main, extra))
 
 
-def block_heads_for(plan: Plan, softmax_scale: float) -> int:
-    """Heads a block of a plan, 8 in place of 16 or 32 where the scale is not positive: csrc/decode/sm90/few_heads.cuh
-    takes the largest score of a tile before it scales them."""
-    return plan.block_heads if softmax_scale > 0 or plan.block_heads not in (16, 32) else 8
-
-
 # ---- launch ----
 
 
@@ -233,7 +227,7 @@ def _attention(
 ) -> tuple:
     """The leading arguments of both ops."""
     plan = plan_of(q, main, extra, num_splits, batch_invariant)
-    return (*op_arguments(q, main, extra), softmax_scale, block_heads_for(plan, softmax_scale), *prologue)
+    return (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, *prologue)
 
 
 def launch(

@@ -18,7 +18,7 @@ from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.ops import decode as ops
 from sgl_dsv4_kernels.reference.decode import Source
-from sgl_dsv4_kernels.sm90_decode import Plan, block_heads_for, choose_plan, predicted_us, usual_keys
+from sgl_dsv4_kernels.sm90_decode import Plan, choose_plan, predicted_us, usual_keys
 from sgl_dsv4_kernels.split_partition import MAX_PARTIAL_BYTES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -212,14 +212,6 @@ def run_cpp(tmp_path: Path, body: str, text: str = "") -> list[list[int]]:
 def swizzled(linear: int) -> int:
     """wgmma's 128-byte swizzle of a byte offset: the 16-byte chunk of a 128-byte row ^= the row, modulo 8."""
     return linear ^ ((linear >> 7 & 7) << 4)
-
-
-def test_scales_that_are_not_positive():
-    """16 and 32 heads a block need a positive scale; the other kernels take any."""
-    for block_heads, instead in ((8, 8), (16, 8), (32, 8), (64, 64)):
-        assert block_heads_for(Plan(block_heads, 3), 512**-0.5) == block_heads
-        for scale in (0.0, -0.1, float("nan")):
-            assert block_heads_for(Plan(block_heads, 3), scale) == instead
 
 
 @needs_compiler

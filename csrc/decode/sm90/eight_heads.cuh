@@ -127,7 +127,7 @@ struct EightHeads {
       ptx::bar_sync(kScoresFull + turn.buffer(), kScoresThreads);
       softmax.weigh(shared, turn, head, head_lane, p.scale_log2);
       ptx::mbarrier_arrive(ptx::shared_address(&shared.weights_full[turn.buffer()]));
-      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
+      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
     }
     const float total = lanes_sum<kHeadLanes>(softmax.total);
     if (head_lane == 0) finish_head(p, w, head, softmax.unit, total, load_sink(p, w, head), shared);
@@ -496,7 +496,7 @@ struct EightHeads {
       } else {
         add_rope_values(o, shared, value_place, added);
       }
-      if (added.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + added.stage, Shared::kEmptyThreads);
+      if (added.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + added.stage, kRawThreads);
       added.advance();
     }
 

@@ -3,24 +3,22 @@
 // a warp has to do for a key does not depend on the number of heads.
 //
 //   4 copying warps    index lists -> rows -> cp.async -> tiles[stage]                                | full[stage]
-//   8 scoring warps    S^T = K Q^T: codes -> fp16 -> products of a group, times the scale -> scores   | kScoresFull
-//                      16 heads: a warpgroup has half of the channels. 32: every other tile
-//   4 weighing warps   scales -> factors of the values; scores -> softmax -> weights, decay           | weights_full
+//   8 scoring warps    S^T = K Q^T: codes -> fp16 -> products of a group, times the scale -> scores; a warpgroup has
+//   half
+//                      of the channels                                                                | kScoresFull
+//   4 weighing warps   scales -> factors of the values; sum of both halves of the scores              | kScoresEmpty
+//                      softmax -> weights, decay                                                      | weights_full
 //   8 value warps      O^T = O^T decay + V^T P^T: codes -> bf16 x factor -> products; a warpgroup has half of the
 //                      channels                                                                       | kWeightsEmpty
 //
 // Barriers as in eight_heads.cuh: mbarriers for what is waited for by many, hardware barriers for what many signal.
-// kEmpty + stage: all that read tiles[stage] are done. Scores of tile t + 2 wait for the weights of tile t, which have
-// been made of those that they replace. kConsumersMeet, at the end: nobody reads the tiles any more, results replace
-// them.
+// kEmpty + stage: all that read tiles[stage] are done. kScoresEmpty: the last tile's scores are in registers.
+// kConsumersMeet, at the end: nobody reads the tiles any more, results replace them.
 //
 // Scores. The codes become fp16 by one instruction for two, exact, NaN included, and Q fp16 too: a head whose largest
 // value is not in [2^-10, 2^15) is divided by 2^e, e within -100 .. 112, which brings it to 2^14 or 1. What fp16 rounds
 // away is 2^-15 of the largest value or less. Scales multiply the sums of their 64 channels, in fp32, and 2^e the
 // scores: where it is less than 1, one that is larger than 2^(128 + e) becomes infinite. The RoPE part stays bf16.
-//
-// Weights. A tile's largest score is found before p.scale_log2 multiplies the scores, which has to be positive
-// (block_heads_for() in sgl_dsv4_kernels/sm90_decode.py).
 //
 // A lane's operand is two neighbouring values each of rows g and g + 8 (lane = 4 g + c) and two more 8 columns on. For
 // the scores columns are channels, and a lane takes 16 consecutive codes of a row: Q is stored in that order. For the
@@ -49,12 +47,11 @@ struct FewHeads {
   using Shared = FewHeadsSharedMemory<kHeads>;
   static constexpr int kBlockHeads = kHeads;
   static constexpr int kCopyRegisters = kFewCopyRegisters, kWeighRegisters = kFewWeighRegisters;
-  static constexpr int kRegs = kHeads / 2;  // of an accumulator
-  static constexpr int kParts = Shared::kScoreParts;
-  static constexpr int kScoreGroups = (kNumScales + 1) / kParts;  // of 64 channels
+  static constexpr int kRegs = kHeads / 2;                   // of an accumulator
+  static constexpr int kScoreGroups = (kNumScales + 1) / 2;  // of 64 channels, of a scoring warpgroup
   static constexpr int kValueBlocks = (kNumScales + 1) * kWarpgroupThreads / kValueThreads;
   static constexpr int kWeightsThreads = kValueThreads + kWeighWarps * 32;
-  static constexpr int kScoresThreads = kParts * kWarpgroupThreads + kWeighWarps * 32;
+  static constexpr int kScoresThreads = kScoreThreads + kWeighWarps * 32;
   static constexpr int kQueryThreads = kAttendThreads + kWeighWarps * 32;
   static constexpr int kEndThreads = kQueryThreads;
   static constexpr int kQueryHeads = kHeads / kAttendWarps;  // of a warp
@@ -63,66 +60,79 @@ struct FewHeads {
   // ---- weighing ----
 
   static constexpr int kWarpHeads = kHeads / kWeighWarps;
-  static constexpr int kHeadLanes = 8;
-  static constexpr int kLaneHeads = kWarpHeads * kHeadLanes / 32;
-  static constexpr int kHeadStep = 32 / kHeadLanes;  // between a lane's heads
-  static constexpr int kFours = kTileKeys / kHeadLanes / 4;
+  static constexpr int kHeadLanes = 32 / kWarpHeads;
+  static constexpr int kLaneKeys = kTileKeys / kHeadLanes;
 
-  // Eight lanes have a head: lane l keys 4 l .. 4 l + 3 and 32 on.
+  // A lane's head, which kHeadLanes neighbouring lanes have. Which ones keeps apart the banks of rows that are accessed
+  // together: of scores by eight lanes, so two heads of four lanes are four apart; of weights by sixteen, so two heads
+  // of eight lanes are four apart, and four heads of four lanes two.
+  __device__ __forceinline__ static int lane_head(int warp, int lane) {
+    const int i = lane / kHeadLanes;
+    return kHeadLanes == 8 ? warp + i * kWeighWarps : warp * kWarpHeads + i % 2 * 4 + i / 2 % 2 * 2 + i / 4;
+  }
+
+  // Of kHeadLanes lanes, lane l has keys 4 l .. 4 l + 3 of each 4 kHeadLanes.
   struct Softmax {
     float top = kMinusInfinity, unit = kMinusInfinity, total = 0.0f;
 
-    __device__ __forceinline__ void weigh(Shared& shared, const Turn& turn, int head, int lane, float scale) {
+    // more: another tile comes.
+    __device__ __forceinline__ void weigh(Shared& shared, const Turn& turn, bool more, int head, int lane,
+                                          float scale) {
       const int buffer = turn.buffer();
       const RawTile& tile = shared.tiles[turn.stage];
       const bool large = has_large(tile);
-      float s[kFours][4];
-      uint32_t attended = 0;
+      float s[kLaneKeys];
+      const uint2 attended = *reinterpret_cast<const uint2*>(tile.attended);
 #pragma unroll
-      for (int i = 0; i < kFours; ++i) {
-        const int key = (i * kHeadLanes + lane) * 4;
-        attended |= (tile.attended[key / kCopyKeys] >> key % kCopyKeys & 15u) << 4 * i;
-        float4 x = *reinterpret_cast<const float4*>(&shared.scores[buffer][0][head][key]);
-        if constexpr (kParts == 2) {
-          const float4 y = *reinterpret_cast<const float4*>(&shared.scores[buffer][1][head][key]);
-          x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
-        }
-        s[i][0] = x.x, s[i][1] = x.y, s[i][2] = x.z, s[i][3] = x.w;
+      for (int i = 0; i < kLaneKeys; i += 4) {
+        const int key = key_of(i, lane);
+        const float4 x = *reinterpret_cast<const float4*>(&shared.scores[0][head][key]);
+        const float4 y = *reinterpret_cast<const float4*>(&shared.scores[1][head][key]);
+        s[i] = (x.x + y.x) * scale, s[i + 1] = (x.y + y.y) * scale;
+        s[i + 2] = (x.z + y.z) * scale, s[i + 3] = (x.w + y.w) * scale;
       }
-      if (attended != (1u << 4 * kFours) - 1 || large) {
+      if (more) ptx::bar_arrive(kScoresEmpty, kScoresThreads);
+      if ((attended.x & attended.y) != 0xffffffffu || large) {
+        const int here = lane_here();
 #pragma unroll
-        for (int k = 0; k < 4 * kFours; ++k) {
-          float& score = s[k / 4][k % 4];
-          if (large && boost(tile, key_of(k, lane)) == kNanBoost) score = NAN;
-          if (!(attended >> k & 1)) score = kMinusInfinity;
+        for (int k = 0; k < kLaneKeys; ++k) {
+          const int key = key_of(k, here);
+          if (large && boost(tile, key) == kNanBoost) s[k] = NAN;
+          if (!((key < 32 ? attended.x : attended.y) >> key % 32 & 1)) s[k] = kMinusInfinity;
         }
       }
-      float most = s[0][0];
+      float most[kLaneKeys / 2];
 #pragma unroll
-      for (int k = 1; k < 4 * kFours; ++k) most = fmaxf(most, s[k / 4][k % 4]);
-      const float decay = next_unit(lanes_max<kHeadLanes>(most) * scale, top, unit);
+      for (int k = 0; k < kLaneKeys / 2; ++k) most[k] = fmaxf(s[k], s[k + kLaneKeys / 2]);
+#pragma unroll
+      for (int n = kLaneKeys / 4; n > 0; n /= 2) {
+#pragma unroll
+        for (int k = 0; k < n; ++k) most[k] = fmaxf(most[k], most[k + n]);
+      }
+      const float decay = next_unit(lanes_max<kHeadLanes>(most[0]), top, unit);
       const float base = base_of(unit);
       float sum = 0.0f;
 #pragma unroll
-      for (int k = 0; k < 4 * kFours; ++k) {
-        float& weight = s[k / 4][k % 4];
-        weight = ptx::ex2(fmaf(weight, scale, -base));
+      for (float& weight : s) {
+        weight = ptx::ex2(weight - base);
         sum += weight;
       }
       total = fmaf(total, decay, sum);
       if (lane == 0) shared.decay[buffer][head] = decay;
       if (large) {
+        const int here = lane_here();
 #pragma unroll
-        for (int k = 0; k < 4 * kFours; ++k)
-          s[k / 4][k % 4] *= __uint_as_float((boost(tile, key_of(k, lane)) + 127u) << 23);
+        for (int k = 0; k < kLaneKeys; ++k) s[k] *= __uint_as_float((boost(tile, key_of(k, here)) + 127u) << 23);
       }
       const uint32_t row = ptx::shared_address(shared.weights[buffer]) + head * kRowBytes + lane % 2 * 8;
 #pragma unroll
-      for (int i = 0; i < kFours; ++i)
-        ptx::st_shared(row + ((i * kHeadLanes + lane) / 2 ^ head % 8) * 16, ptx::cvt_bf16x2(s[i][0], s[i][1]),
-                       ptx::cvt_bf16x2(s[i][2], s[i][3]));
+      for (int i = 0; i < kLaneKeys; i += 4)
+        ptx::st_shared(row + (key_of(i, lane) / 8 ^ head % 8) * 16, ptx::cvt_bf16x2(s[i], s[i + 1]),
+                       ptx::cvt_bf16x2(s[i + 2], s[i + 3]));
     }
 
+    // Read anew where it is rarely needed, so that what is made of it takes no registers elsewhere.
+    __device__ __forceinline__ static int lane_here() { return ptx::thread_of_block() % kHeadLanes; }
     // The lane's score number k.
     __device__ __forceinline__ static int key_of(int k, int lane) { return (k / 4 * kHeadLanes + lane) * 4 + k % 4; }
   };
@@ -167,32 +177,24 @@ struct FewHeads {
     const int warp = weigh_warp();
     const Work w = my_work(p, part, lengths_at, load(lengths_at));
     if (w.range.empty()) return false;
-    const int first_head = warp * kWarpHeads + lane / kHeadLanes, head_lane = lane % kHeadLanes;
-    Softmax softmax[kLaneHeads];
-    float scale[kLaneHeads];
+    const int head = lane_head(warp, lane), head_lane = lane % kHeadLanes;
+    Softmax softmax;
     ptx::bar_sync(kQueryStored, kQueryThreads);
-#pragma unroll
-    for (int i = 0; i < kLaneHeads; ++i) scale[i] = p.scale_log2 * shared.q_scale[first_head + i * kHeadStep];
+    const float scale = p.scale_log2 * shared.q_scale[head];
     const int tiles = w.range.end - w.range.begin;
 #pragma unroll 1
     for (Turn turn; turn.tile < tiles; turn.advance()) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
       store_factors(shared.tiles[turn.stage], warp, lane);
-      ptx::bar_sync(kScoresFull + turn.buffer(), kScoresThreads);
+      ptx::bar_sync(kScoresFull, kScoresThreads);
       if (turn.tile >= 2) ptx::bar_sync(kWeightsEmpty + turn.buffer(), kWeightsThreads);
-#pragma unroll
-      for (int i = 0; i < kLaneHeads; ++i)
-        softmax[i].weigh(shared, turn, first_head + i * kHeadStep, head_lane, scale[i]);
+      softmax.weigh(shared, turn, turn.tile + 1 < tiles, head, head_lane, scale);
       ptx::fence_proxy_async();
       ptx::mbarrier_arrive(ptx::shared_address(&shared.weights_full[turn.buffer()]));
-      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
+      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
     }
-#pragma unroll
-    for (int i = 0; i < kLaneHeads; ++i) {
-      const int head = first_head + i * kHeadStep;
-      const float total = lanes_sum<kHeadLanes>(softmax[i].total);
-      if (head_lane == 0) finish_head(p, w, head, softmax[i].unit, total, load_sink(p, w, head), shared);
-    }
+    const float total = lanes_sum<kHeadLanes>(softmax.total);
+    if (head_lane == 0) finish_head(p, w, head, softmax.unit, total, load_sink(p, w, head), shared);
     ptx::bar_arrive(kConsumersMeet, kEndThreads);
     return true;
   }
@@ -247,8 +249,9 @@ struct FewHeads {
   }
 
   // A tile's scores of a warpgroup's channels. `rows`, `scales`: of key g, from the first of those channels on.
+  template <bool kHasRope>
   __device__ __forceinline__ static void compute_scores(float (&total)[kRegs], uint32_t rows, uint32_t scales_at,
-                                                        uint64_t query, bool has_rope) {
+                                                        uint64_t query) {
     uint32_t scales[2][kScoreGroups / 4];
 #pragma unroll
     for (int i = 0; i < kScoreGroups / 2; ++i)
@@ -258,7 +261,7 @@ struct FewHeads {
     const auto collect = [&](int i) {  // the sums of group i
       wgmma_wait<0>(s);
       pin(a[i % 2]);
-      const bool rope = i == kScoreGroups - 1 && has_rope;
+      const bool rope = i == kScoreGroups - 1 && kHasRope;
       const float upper = rope ? 1.0f : scale_of(scales[0][i / 4], i % 4);
       const float lower = rope ? 1.0f : scale_of(scales[1][i / 4], i % 4);
 #pragma unroll
@@ -271,7 +274,7 @@ struct FewHeads {
       const uint32_t row = rows + i * kQuantGroup;
       const uint64_t q = query + descriptor_step(i * kHeads * kRowBytes);
       const uint4 upper = ptx::ld_shared(row), lower = ptx::ld_shared(row + kLower);
-      if (i < kScoreGroups - 1 || !has_rope) {
+      if (i < kScoreGroups - 1 || !kHasRope) {
         const uint32_t up[4] = {upper.x, upper.y, upper.z, upper.w}, low[4] = {lower.x, lower.y, lower.z, lower.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -303,35 +306,32 @@ struct FewHeads {
     collect(kScoreGroups - 1);
   }
 
-  __device__ __forceinline__ static void attend_scores(const Work& w, Shared& shared, int warpgroup) {
-    const int part = warpgroup % kParts, first = part * kScoreGroups;
+  // A warpgroup's half of the channels. The second has the RoPE part: a function for each, since a branch about it in
+  // the loop makes the assembler serialise the products of 32 heads (C7512).
+  template <int kPart>
+  __device__ __forceinline__ static void attend_scores(const Work& w, Shared& shared) {
+    constexpr int kFirst = kPart * kScoreGroups;
     const RawTile& tile = shared.tiles[0];
     const uint64_t query =
-        operand_descriptor(ptx::shared_address(shared.q)) + descriptor_step(first * kHeads * kRowBytes);
+        operand_descriptor(ptx::shared_address(shared.q)) + descriptor_step(kFirst * kHeads * kRowBytes);
     const int tiles = w.range.end - w.range.begin;
-    Turn turn;
-    if (kParts == 1 && warpgroup == 1) turn.advance();
 #pragma unroll 1
-    while (turn.tile < tiles) {
+    for (Turn turn; turn.tile < tiles; turn.advance()) {
       // Read anew, so that what is made of it takes no registers from one tile to the next.
       const int thread = ptx::thread_of_block() % kWarpgroupThreads;
       const int lane = thread % 32, key = thread / 32 * 16 + lane / 4;
       ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
-      const uint32_t rows = ptx::shared_address(tile.rows) + raw_offset(key, lane % 4) + first * kQuantGroup;
+      const uint32_t rows = ptx::shared_address(tile.rows) + raw_offset(key, lane % 4) + kFirst * kQuantGroup;
       float total[kRegs];
-      compute_scores(total, rows + turn.tile_at(), ptx::shared_address(&tile.scales[key][first]) + turn.tile_at(),
-                     query, part == kParts - 1);
-      // Those that they replace have become weights.
-      if (turn.tile >= 2)
-        ptx::mbarrier_wait(ptx::shared_address(&shared.weights_full[turn.buffer()]), turn.buffer_parity() ^ 1);
-      const uint32_t scores = ptx::shared_address(&shared.scores[turn.buffer()][part][lane % 4 * 2][key]);
+      compute_scores<kPart == 1>(total, rows + turn.tile_at(),
+                                 ptx::shared_address(&tile.scales[key][kFirst]) + turn.tile_at(), query);
+      if (turn.tile >= 1) ptx::bar_sync(kScoresEmpty, kScoresThreads);
+      const uint32_t scores = ptx::shared_address(&shared.scores[kPart][lane % 4 * 2][key]);
 #pragma unroll
       for (int r = 0; r < kRegs; ++r)
         ptx::st_shared(scores + ((r / 4 * 8 + r % 2) * kScorePitch + r / 2 % 2 * 8) * 4, total[r]);
-      ptx::bar_arrive(kScoresFull + turn.buffer(), kScoresThreads);
-      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
-      turn.advance();
-      if (kParts == 1) turn.advance();
+      ptx::bar_arrive(kScoresFull, kScoresThreads);
+      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
     }
     ptx::bar_sync(kConsumersMeet, kEndThreads);  // between two setmaxnreg the warps of a warpgroup have to meet
   }
@@ -404,7 +404,7 @@ struct FewHeads {
       pin(a[0]);
       pin(a[1]);
       if (turn.tile + 2 < tiles) ptx::bar_arrive(kWeightsEmpty + turn.buffer(), kWeightsThreads);
-      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, Shared::kEmptyThreads);
+      if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
     }
 
     ptx::bar_sync(kConsumersMeet, kEndThreads);
@@ -451,7 +451,11 @@ struct FewHeads {
     ptx::bar_sync(kQueryStored, kQueryThreads);
     if (warp < kScoreThreads / 32) {
       move_registers<kRawLaunchRegisters, kFewScoreRegisters<kHeads>>();
-      attend_scores(w, shared, warp / 4);
+      if (warp < kWarpgroupThreads / 32) {
+        attend_scores<0>(w, shared);
+      } else {
+        attend_scores<1>(w, shared);
+      }
       move_registers<kFewScoreRegisters<kHeads>, kRawLaunchRegisters>();
     } else {
       move_registers<kRawLaunchRegisters, kFewValueRegisters<kHeads>>();

@@ -61,10 +61,17 @@ __device__ __forceinline__ int copy_key() {
   return copy_warp() * kCopyKeys + static_cast<int>(threadIdx.x) % kCopyKeys;
 }
 
-// Starts the copies of a warp's 16 rows, each lane `row` of its key: an instruction takes 64 bytes of 8 rows.
-__device__ __forceinline__ void copy_rows(const Row& row, RawTile& tile, int lane) {
+// Starts the copies of the scales of a warp's 16 rows, each lane `row` of its key. Returns which rows are attended.
+__device__ __forceinline__ uint32_t copy_scales(const Row& row, RawTile& tile, int lane) {
   if (lane < kCopyKeys) ptx::cp_async_8_if(row.attended, ptx::shared_address(tile.scales[copy_key()]), row.scales);
   const uint32_t attended = __ballot_sync(kAllLanes, row.attended);
+  if (lane == 0) tile.attended[copy_warp()] = static_cast<uint16_t>(attended);
+  return attended;
+}
+
+// Starts the copies of the rows: an instruction takes 64 bytes of eight rows.
+__device__ __forceinline__ void copy_rows(const Row& row, RawTile& tile, int lane) {
+  const uint32_t attended = copy_scales(row, tile, lane);
   const uint64_t data = reinterpret_cast<uint64_t>(row.data);
   const int g = lane / 4, part = lane % 4;
 #pragma unroll
@@ -76,7 +83,39 @@ __device__ __forceinline__ void copy_rows(const Row& row, RawTile& tile, int lan
     for (int c = 0; c < V4Layout::kDataBytes; c += kChunkBytes)
       ptx::cp_async_16_if(wanted, to + c, reinterpret_cast<const void*>(from + c));
   }
-  if (lane == 0) tile.attended[copy_warp()] = static_cast<uint16_t>(attended);
+}
+
+// The same: an instruction takes a line of 128 bytes of four rows, 8 lanes a row. Twice as many instructions, half as
+// many accesses to shared memory and to tags: what comes of one line is stored at once, and nothing else with it. Where
+// rows start at multiples of 64 bytes, as in SGLang's caches, a row has five lines, of the first or of the last of
+// which it has the half.
+inline constexpr int kLine = 128, kHalfLine = kLine / 2, kLineLanes = kLine / 16;
+inline constexpr int kLines = (V4Layout::kDataBytes + kHalfLine) / kLine, kCopyRows = 32 / kLineLanes;
+static_assert(V4Layout::kDataBytes % kLine == kHalfLine && kCopyKeys % kCopyRows == 0);
+static_assert(kAttendWarps % kCopyWarps == 0);
+
+__device__ __forceinline__ void copy_lines(const Row& row, RawTile& tile) {
+  // Read anew, so that what is made of it takes no registers from one tile to the next.
+  const int thread = ptx::thread_of_block(), lane = thread % 32, first_key = thread / 32 % kCopyWarps * kCopyKeys;
+  const uint32_t attended = copy_scales(row, tile, lane);
+  const uint64_t data = reinterpret_cast<uint64_t>(row.data);
+  const int chunk = lane % kLineLanes;
+  const bool upper = chunk >= kLineLanes / 2;
+#pragma unroll
+  for (int i = 0; i < kCopyKeys; i += kCopyRows) {
+    const int owner = i + lane / kLineLanes;
+    const uint64_t start = __shfl_sync(kAllLanes, data, owner);
+    const bool wanted = attended >> owner & 1;
+    // A row that starts in the upper half of a line: all that lies half a line before.
+    const uint32_t half = static_cast<uint32_t>(start) & kHalfLine;
+    const uint64_t from = start - half + chunk * 16;
+    const uint32_t to = ptx::shared_address(tile.rows) + raw_offset(first_key + owner, chunk) - half;
+#pragma unroll
+    for (int l = 0; l < kLines; ++l) {
+      const bool here = l == 0 ? upper || half == 0 : l == kLines - 1 ? !upper || half != 0 : true;
+      ptx::cp_async_16_if(here, wanted, to + l * kLine, reinterpret_cast<const void*>(from + l * kLine));
+    }
+  }
 }
 
 // Arrives once for the thread's copies, when they have landed, and once for what it has stored. To hand a tile over
@@ -117,8 +156,12 @@ __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& pa
     const Row row = locate(p.source[tile >= w.row.main_blocks], next_slot);
     next_slot = later_slot;
     later_slot = load_slot(p, w, tile + 2, key);
-    if (turn.tile >= kRawStages) ptx::bar_sync(kEmpty + turn.stage, Shared::kEmptyThreads);
-    copy_rows(row, shared.tiles[turn.stage], lane);
+    if (turn.tile < kRawStages) {
+      copy_rows(row, shared.tiles[turn.stage], lane);
+    } else {
+      ptx::bar_sync(kEmpty + turn.stage, kRawThreads);
+      copy_lines(row, shared.tiles[turn.stage]);
+    }
     hand_over(shared.full[turn.stage]);
   }
   ptx::cp_async_wait();

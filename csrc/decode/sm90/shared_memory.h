@@ -115,7 +115,7 @@ struct alignas(128) RawTile {
   uint8_t rows[kTileKeys * kRawRowBytes];
   uint8_t scales[kTileKeys][V4Layout::kScaleBytes];
   uint16_t factors[kNumScales + 1][kTileKeys];  // of each group and key, bf16, at weight_place(key)
-  uint16_t attended[kCopyWarps];                // bit i of word w: key 16 w + i
+  alignas(8) uint16_t attended[kCopyWarps];     // bit i of word w: key 16 w + i
   alignas(4) bool large[kWeighWarps];           // the warp has seen a scale that one bf16 cannot hold
   uint8_t boost[kTileKeys];                     // 16 or 32 heads, of keys of a warp with a large scale
 };
@@ -123,8 +123,6 @@ struct alignas(128) RawTile {
 // Pitches of 4 words modulo 32: scores and results are stored as those of few heads, weights loaded 16 bytes a lane.
 // Q at a multiple of 128 bytes: the addresses of the two chunks that a lane loads then differ in one bit.
 struct alignas(128) EightHeadsSharedMemory {
-  static constexpr int kEmptyThreads = kRawThreads;  // of the barrier behind a tile: all roles
-
   RawTile tiles[kRawStages];
   union {
     struct {
@@ -147,17 +145,13 @@ static_assert(sizeof(EightHeadsSharedMemory) <= 227 * 1024);
 // Q and P are operands of wgmma: blocks of 64 channels, and of the 64 keys. Results replace tiles.
 template <int kHeads>
 struct alignas(1024) FewHeadsSharedMemory {
-  // With 16 heads a tile's scores come from two warpgroups, which have half of the channels each, with 32 from one.
-  static constexpr int kScoreParts = kHeads == 16 ? 2 : 1;
-  static constexpr int kEmptyThreads = kRawThreads - (2 - kScoreParts) * kWarpgroupThreads;
-
   union {
     RawTile tiles[kRawStages];
     float results[kHeads][kRawResultPitch];
   };
   alignas(1024) uint8_t q[kHeads * kHeadDim * 2];
   alignas(1024) uint8_t weights[2][kHeads * kTileKeys * 2];
-  float scores[2][kScoreParts][kHeads][kScorePitch];
+  float scores[2][kHeads][kScorePitch];  // of each half of the channels
   float decay[2][kHeads];
   float q_scale[kHeads];  // 2^e, what the head was divided by
   float inverse[kHeads];

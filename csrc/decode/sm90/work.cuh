@@ -21,8 +21,9 @@ __device__ __forceinline__ bool gathers(int warpgroup) {
 }
 
 enum NamedBarrier : int { kConsumersMeet = 1, kRoleEnds = 2 };  // kRoleEnds: one a warpgroup
-// 8, 16 or 32 heads a block: kConsumersMeet, kQueryStored, and one a buffer, kEmpty one a stage.
-enum RawBarrier : int { kScoresFull = 2, kEmpty = 4, kWeightsEmpty = 8, kQueryStored = 10 };
+// 8, 16 or 32 heads a block: kConsumersMeet, kEmpty one a stage. 8: kScoresFull one a buffer. 16, 32: kScoresFull,
+// kScoresEmpty, kQueryStored, kWeightsEmpty one a buffer.
+enum RawBarrier : int { kScoresFull = 2, kScoresEmpty = 3, kEmpty = 4, kWeightsEmpty = 8, kQueryStored = 10 };
 
 // Rows, heads and split of a block.
 struct Part {
