@@ -73,29 +73,19 @@ class Cost(NamedTuple):
     tile: float
 
 
-COSTS = {8: Cost(2.35, 0.6, 1.26), 16: Cost(3.65, 0.0, 1.46), 32: Cost(5.45, 0.2, 1.76), 64: Cost(4.3, 0.4, 2.7)}
-COMBINE_US = 2.3
-SMALL_COMBINE_US = 1.5
+COSTS = {
+    8: Cost(2.844, 0.728, 1.202),
+    16: Cost(3.784, 0.701, 1.190),
+    32: Cost(5.180, 0.000, 1.635),
+    64: Cost(5.151, 0.647, 2.623),
+}
+COMBINE_US = 1.132
+SMALL_COMBINE_US = 0.903
 SMALL_COMBINE_ROWS = 264
-COMBINE_BYTES_PER_US = 3.8e6
-"""By heads a block; and the combine kernel: launch, and the partials' way out and back. Fitted to the times of 74 plans
-for 8 to 64 heads on an H200 (CUDA graphs of 20 calls, 128 + 512 keys and 128 alone, random slots): all within 11 %, but
-for 32 heads a block with one tile each (16 % less than measured), and of the plans measured for a shape the fastest one
-is chosen, or one that is 2 % slower (16 rows of 16 heads). Times of 64 heads, us, splits in brackets:
-
-====================  =========  =========  =========  =========
-heads a block                 8         16         32         64
-====================  =========  =========  =========  =========
-1 row                  5.9 (10)
-2 rows                  6.8 (5)   7.6 (10)
-4 rows                  9.2 (4)    9.0 (5)
-8 rows                 11.1 (2)   10.6 (4)   13.5 (5)
-16 rows                15.4 (1)   13.6 (2)   13.9 (4)
-32 rows                           18.5 (1)   19.0 (2)   18.5 (4)
-64 rows                                      23.5 (1)   26.6 (2)
-96 rows                                      46.3 (1)   31.0 (1)
-128 rows                                                31.3 (1)
-====================  =========  =========  =========  =========
+COMBINE_BYTES_PER_US = 4.091e6
+"""By heads a block; and the combine kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py`
+from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
+rows of 8 to 64 heads.
 
 SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
 csrc/decode/combine.cu).
@@ -131,7 +121,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     """Time of a decode by the model: waves of blocks, then the combine kernel. Splits without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    3.65 + 1.46 = 5.11; partials of 1.3 MB, 1.5 + 0.35. Together 7.0.
+    3.78 + 0.21 + 1.19 = 5.18; partials of 1.3 MB, 0.9 + 0.32. Together 6.4.
     """
     cost = COSTS[plan.block_heads]
     all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
@@ -164,7 +154,7 @@ def choose_plan(
         usual: `usual_keys`; if not None, the least time for so many keys among the plans that MOST_LOSS allows.
 
     Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (8, 10), 8 rows (16, 4), 128 rows (64, 1). 128 + 576 keys of which
-    256 are usual: 32 rows (16, 1).
+    256 are usual: 16 rows (16, 2).
     """
     plans = _plans(rows, heads, keys, num_splits, batch_invariant)
     usual = keys if usual is None else usual

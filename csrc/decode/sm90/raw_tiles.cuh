@@ -156,10 +156,10 @@ __device__ __forceinline__ bool copy_tiles(const DecodeParams& p, const Part& pa
     const Row row = locate(p.source[tile >= w.row.main_blocks], next_slot);
     next_slot = later_slot;
     later_slot = load_slot(p, w, tile + 2, key);
-    if (turn.tile < kRawStages) {
+    if (turn.tile >= kRawStages) ptx::bar_sync(kEmpty + turn.stage, kRawThreads);
+    if (tiles <= kRawStages) {
       copy_rows(row, shared.tiles[turn.stage], lane);
     } else {
-      ptx::bar_sync(kEmpty + turn.stage, kRawThreads);
       copy_lines(row, shared.tiles[turn.stage]);
     }
     hand_over(shared.full[turn.stage]);
