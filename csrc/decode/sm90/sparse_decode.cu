@@ -21,7 +21,7 @@
 // would include their own accesses under way.
 //
 // Shared memory, of 227 KiB. 64 heads: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, decay, masks. 8, 16, 32:
-// four raw tiles 151 (rows 144, scales and their factors 6), scores 17, Q 8, 16, 32, P 2, 4, 8.
+// four raw tiles 151 (rows 144, scales and their factors 6), scores 17, 9, 17, Q 8, 16, 32, P 2, 4, 8.
 //
 // Registers of a thread. 64 heads: O 128 of 160 in a value warpgroup, scores 32 of 64 in the scoring one, 48 in a
 // gathering one. 32, 16: O 64 of 120, 32 of 104 in a value warp; two sums of scores 32, 16 and operands 32 of 72, 88 in
