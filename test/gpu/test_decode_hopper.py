@@ -182,9 +182,10 @@ def test_views(block_heads):
     one = td.random_problem(1, 64, 128, 64, device=DEVICE)
     one.q = one.q.as_strided(one.q.shape, (64 * 512 + 1, 512, 1))  # the stride of a single row means nothing
     check(decode(one, num_splits=1), td.truth(one), "one row")
-    for offset in (16, 64, 112):  # a row's bytes lie in five or six lines of 128
-        shifted = td.random_problem(3, 64, 128, 64, device=DEVICE, offset=offset)
-        check(decode(shifted, num_splits=2), td.truth(shifted), offset)
+    for offset in (16, 64, 112):  # a row's bytes lie in five or six lines of 128; blocks of 10 and 2 tiles
+        shifted = td.random_problem(3, 64, 128, 512, device=DEVICE, offset=offset)
+        for splits in (1, 5):
+            check(decode(shifted, num_splits=splits), td.truth(shifted), (offset, splits))
     odd = td.random_problem(3, 64, 128, 64, device=DEVICE, offset=8)
     check(decode(odd, backend=None), td.truth(odd), "triton")
     with pytest.raises(ValueError, match="cache: backend 'sm90' needs data"):
