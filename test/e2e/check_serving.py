@@ -460,7 +460,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, nargs="+", help="model path; several: see above")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of every server")
-    parser.add_argument("--server-args", default="", help="further flags of every server, as one string")
+    parser.add_argument(
+        "--server-args",
+        default="",
+        help="further flags of every server, as one string; servers start together, and SGLang takes memory that another "
+        "one loads meanwhile for its own weights: --max-total-tokens N with a large --mem-fraction-static (0.75)",
+    )
     parser.add_argument("--launch", default=LAUNCH, help="command that starts a server (default: sglang.launch_server)")
     parser.add_argument("--kernels", default="all", help='SGL_DSV4_KERNELS of "all" and "verify" (default: all)')
     parser.add_argument("--checks", default="abevcd", help="which of a b c d e t v (default: all but t)")
