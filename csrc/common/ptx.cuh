@@ -123,43 +123,39 @@ __device__ __forceinline__ uint2 ld_global_v2_if(bool wanted, const void* addres
   return v;
 }
 
-// 16 bytes; zeros if not wanted.
+// 16 bytes by instruction `load`; zeros if not wanted.
+#define SGL_DSV4_LOAD_V4_IF(load) \
+  "{\n"                           \
+  ".reg .pred p;\n"               \
+  "setp.ne.b32 p, %5, 0;\n"       \
+  "mov.b32 %0, 0;\n"              \
+  "mov.b32 %1, 0;\n"              \
+  "mov.b32 %2, 0;\n"              \
+  "mov.b32 %3, 0;\n"              \
+  "@p " load                      \
+  " {%0, %1, %2, %3}, [%4];\n"    \
+  "}\n"
+
 __device__ __forceinline__ uint4 ld_global_v4_if(bool wanted, const void* address) {
   uint4 v;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(address), "r"(static_cast<int>(wanted))
-      : "memory");
+  asm volatile(SGL_DSV4_LOAD_V4_IF("ld.global.v4.b32")
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(address), "r"(static_cast<int>(wanted))
+               : "memory");
   return v;
 }
 
-// PTX ISA, "ld.global.cs": 16 bytes that are read once, evicted first; zeros if not wanted.
+// PTX ISA, "ld.global.cs": values that are read once, evicted first.
 __device__ __forceinline__ float4 ld_global_cs_v4_if(bool wanted, const float* address) {
   float4 v;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@p ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
-      : "l"(address), "r"(static_cast<int>(wanted))
-      : "memory");
+  asm volatile(SGL_DSV4_LOAD_V4_IF("ld.global.cs.v4.f32")
+               : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+               : "l"(address), "r"(static_cast<int>(wanted))
+               : "memory");
   return v;
 }
+
+#undef SGL_DSV4_LOAD_V4_IF
 
 // ---- shared memory ----
 
