@@ -8,7 +8,7 @@ call of a CUDA graph of 20; caches, slots and lengths as in bench_sparse_decode.
 
 The model (`sm90_decode.predicted_us`) is linear in its constants, the reciprocal of the partials' rate in place of the
 rate. Fitted by least squares of relative errors, without negative constants, then moved to where the plans chosen by it
-lose least. Behind the constants come the shapes whose plan by the model was measured more than 1 % slower than another.
+lose least. Then it prints the shapes whose plan by the model was measured more than 1 % slower than another.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Loss:
         ordered = [time for plans in shapes for time in plans]
         self.us = torch.tensor([time.us for time in ordered], dtype=torch.float64)
         self.columns = columns_of(ordered)
-        # A shape's plans; the first one again where it has less than others.
+        # A shape's plans; where it has fewer than others, the first one again.
         first, self.plans = 0, torch.empty(len(shapes), most, dtype=torch.long)
         for i, plans in enumerate(shapes):
             self.plans[i] = first
@@ -128,7 +128,7 @@ class Loss:
 
 def refine(times: list[Time], constants: Constants, steps: int = 20_000) -> Constants:
     """Constants near those given by which the chosen plans lose less: a random walk that only goes down, always the
-    same for the same times."""
+    same for the same times. A constant that is 0 stays 0."""
     loss = Loss(times)
     random = torch.Generator().manual_seed(0)
     best = torch.tensor([constants.get(name, 0.0) for name in NAMES], dtype=torch.float64)
@@ -188,7 +188,7 @@ def decode(problem: Problem, plan: Plan) -> object:
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """Rows of the CSV: shape, block_heads, splits, us, and the facts of the run. Saves them behind every shape."""
+    """Rows of the CSV: shape, block_heads, splits, us, and the facts of the run. Saves them after every shape."""
     facts = run_facts()
     print(comment(facts))
     rows = []

@@ -463,7 +463,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--server-args",
         default="",
-        help="further flags of every server, as one string; all start together, and SGLang takes what another one loads "
+        help="further flags of every server, as one string; all start together, and SGLang takes what another loads "
         "meanwhile for its own weights: --max-total-tokens N with --mem-fraction-static 0.75 leaves room",
     )
     parser.add_argument("--launch", default=LAUNCH, help="command that starts a server (default: sglang.launch_server)")

@@ -409,11 +409,11 @@ struct EightHeads {
 
   // ---- partials ----
   //
-  // Straight from the accumulators. Neighbouring lanes exchange values, so that each has four channels in a row, and an
+  // Straight from the accumulators. Lanes four apart exchange values, so that each has four channels in a row, and an
   // instruction stores 128 consecutive bytes of four heads; not so of the RoPE part. (8 bytes a lane, without the
   // exchange, took 2 % longer.)
 
-  // Where a lane's values of its first head go: of pieces of codes the odd lane has the second, the even one the first.
+  // Where a lane's values of its first head go: of pieces of codes a lane of odd g has the second, else the first.
   __device__ __forceinline__ static float* find_partials(const DecodeParams& p, const Part& part, int warp, int lane) {
     const int g = lane / 4;
     const bool has_codes = warp * kWarpChannels / kQuantGroup < kNumScales;

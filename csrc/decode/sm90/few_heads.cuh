@@ -3,16 +3,16 @@
 // a warp has to do for a key does not depend on the number of heads.
 //
 //   4 copying warps    index lists -> rows -> cp.async -> tiles[stage]                                | full[stage]
-//   8 scoring warps    S^T = K Q^T: codes -> fp16 -> products of a group, times the scale -> scores; a warpgroup has
-//   half
-//                      of the channels                                                                | kScoresFull
+//   8 scoring warps    S^T = K Q^T: codes -> fp16 -> products of a group, times the scale -> scores;
+//                      a warpgroup has half of the channels                                           | kScoresFull
 //   4 weighing warps   scales -> factors of the values; sum of both halves of the scores              | kScoresEmpty
 //                      softmax -> weights, decay                                                      | weights_full
 //   8 value warps      O^T = O^T decay + V^T P^T: codes -> bf16 x factor -> products; a warpgroup has half of the
 //                      channels                                                                       | kWeightsEmpty
 //
 // Barriers as in eight_heads.cuh: mbarriers for what is waited for by many, hardware barriers for what many signal.
-// kEmpty + stage: all that read tiles[stage] are done. kScoresEmpty: the last tile's scores are in registers.
+// kEmpty + stage: all that read tiles[stage] are done. kScoresEmpty: the scores of the tile before have been read; they
+// exist once, weights and decay twice.
 // kConsumersMeet, at the end: nobody reads the tiles any more, results replace them.
 //
 // Scores. The codes become fp16 by one instruction for two, exact, NaN included, and Q fp16 too: a head whose largest

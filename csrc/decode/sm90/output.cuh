@@ -1,4 +1,5 @@
-// From the results of a block in shared memory to partials or outputs: a warp takes a head at a time.
+// From the results of a block in shared memory to partials or outputs: a warp takes a head at a time. (Partials of 8
+// heads: eight_heads.cuh.)
 #pragma once
 
 #include <cmath>

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
   if (copies(warp)) guess = guess_keys(p, part, copy_key());
   for (const int32_t*& at : lengths.at) ptx::keep(at);
   __syncthreads();
-  if (warp >= kAttendWarps) ptx::griddepcontrol_wait();  // the others do so later
+  if (warp >= kAttendWarps) ptx::griddepcontrol_wait();  // the others do so in attend_tiles()
 
   if (weighs(warp)) {
     ptx::setmaxnreg_dec<Kernel::kWeighRegisters>();
