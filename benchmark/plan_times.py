@@ -31,6 +31,9 @@ from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels.sm90_decode import Cost, Plan
 from sgl_dsv4_kernels.testing_decode import Problem
 
+ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
+"""By default: the benchmarks' and some between them, where other plans are near."""
+
 SM_COUNT = 132
 """Of an H200, whose times COSTS are: other devices are refused."""
 
@@ -214,6 +217,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[shape_options(heads=[8, 16, 32, 64], extra=[0, 512, 1024], iters=7)],
     )
+    parser.set_defaults(b=ROWS)
     parser.add_argument("--margin", type=float, default=1.25, help="of the predicted time, which plans are measured")
     parser.add_argument("--fit", type=Path, metavar="CSV", help="measure nothing")
     args = parser.parse_args()
