@@ -79,6 +79,7 @@ def columns_of(times: list[Time]) -> torch.Tensor:
 
 
 def by_shape(times: Iterable[Time]) -> list[list[Time]]:
+    """The times of every shape's plans."""
     shapes: dict[tuple, list[Time]] = {}
     for time in times:
         shapes.setdefault((time.heads, time.rows, time.keys), []).append(time)

@@ -292,6 +292,9 @@ struct EightHeads {
     return pair;
   }
 
+  // The group of a warp's channels; kNumScales: the RoPE part.
+  __device__ __forceinline__ static int value_group(int warp) { return warp * kWarpChannels / kQuantGroup; }
+
   // A lane's places in the first tile and the first buffer.
   struct ValuePlace {
     uint32_t rows[kPieces];  // where the row of a matrix begins that it names
@@ -305,7 +308,7 @@ struct EightHeads {
 
     __device__ __forceinline__ ValuePlace(const Shared& shared, int warp, int lane) {
       const RawTile& tile = shared.tiles[0];
-      group = warp * kWarpChannels / kQuantGroup;
+      group = value_group(warp);
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         // Codes: matrix m of four has keys 8 m .. 8 m + 7 of 16 channels. RoPE: eight channels and the next eight of
@@ -416,7 +419,7 @@ struct EightHeads {
   // Where a lane's values of its first head go: of pieces of codes a lane of odd g has the second, else the first.
   __device__ __forceinline__ static float* find_partials(const DecodeParams& p, const Part& part, int warp, int lane) {
     const int g = lane / 4;
-    const bool has_codes = warp * kWarpChannels / kQuantGroup < kNumScales;
+    const bool has_codes = value_group(warp) < kNumScales;
     float* at = o_of(p, part, lane % 4 * 2) + warp * kWarpChannels + (has_codes ? g / 2 * 4 + g % 2 * 16 : g);
     ptx::keep(at);
     return at;
