@@ -49,6 +49,7 @@ namespace sgl_dsv4::sm90 {
 struct EightHeads {
   using Shared = EightHeadsSharedMemory;
   static constexpr int kBlockHeads = kEightHeads;
+  static constexpr bool kEmptyApart = false;
   static constexpr int kCopyRegisters = kEightCopyRegisters, kWeighRegisters = kEightWeighRegisters;
 
   static constexpr int kWarpChannels = kHeadDim / kAttendWarps;  // of the values

@@ -46,6 +46,7 @@ template <int kHeads>
 struct FewHeads {
   using Shared = FewHeadsSharedMemory<kHeads>;
   static constexpr int kBlockHeads = kHeads;
+  static constexpr bool kEmptyApart = kHeads == 32;
   static constexpr int kCopyRegisters = kFewCopyRegisters, kWeighRegisters = kFewWeighRegisters;
   static constexpr int kRegs = kHeads / 2;                   // of an accumulator
   static constexpr int kScoreGroups = (kNumScales + 1) / 2;  // of 64 channels, of a scoring warpgroup
@@ -170,18 +171,20 @@ struct FewHeads {
     if (lane == 0) tile.large[warp] = large;
   }
 
-  // Writes the LSEs and leaves in shared memory what the values are to be multiplied by. Returns as copy_tiles().
+  // Writes the LSEs and leaves in shared memory what the values are to be multiplied by. Returns as copy_tiles(). Tells
+  // the attending warps how many tiles there are: what follows from the lengths is known here long before Q is.
   __device__ __forceinline__ static bool weigh_tiles(const DecodeParams& p, const Part& part, const Lengths& lengths_at,
                                                      Shared& shared) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = weigh_warp();
     const Work w = my_work(p, part, lengths_at, load(lengths_at));
-    if (w.range.empty()) return false;
+    const int tiles = w.range.end - w.range.begin;
+    if (warp == 0 && lane == 0) shared.num_tiles = max(tiles, 0);
     const int head = lane_head(warp, lane), head_lane = lane % kHeadLanes;
     Softmax softmax;
     ptx::bar_sync(kQueryStored, kQueryThreads);
+    if (tiles <= 0) return false;
     const float scale = p.scale_log2 * shared.q_scale[head];
-    const int tiles = w.range.end - w.range.begin;
 #pragma unroll 1
     for (Turn turn; turn.tile < tiles; turn.advance()) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
@@ -201,31 +204,58 @@ struct FewHeads {
 
   // ---- the query ----
 
-  // To fp16 but for the RoPE part, in the order in which lanes have a key's channels: a step of 16 channels of a
-  // product has two chunks of 16 bytes, and lane c has 4 bytes of each.
-  __device__ __forceinline__ static void store_head(query::Values& v, Shared& shared, int head, int lane) {
+  // Where a lane's vectors of a warp's first head go. Lanes have a key's channels in another order: a step of 16
+  // channels of a product has two chunks of 16 bytes, and lane c has 4 bytes of each. So the words of a vector go to
+  // four neighbouring chunks: word j to place ^ 16 j.
+  struct QueryPlace {
+    uint32_t at[query::kVectors];
+
+    __device__ __forceinline__ QueryPlace(const Shared& shared, int warp, int lane) {
+      const int vector = lane % 8;  // of a group of 64 channels
+#pragma unroll
+      for (int i = 0; i < query::kVectors; ++i) {
+        const bool rope = has_rope(i, lane);
+        const int chunk = rope ? vector / 4 * 4 : vector % 2 * 4, column = rope ? vector % 4 : vector / 2;
+        at[i] = ptx::shared_address(shared.q) + ((4 * i + lane / 8) * kHeads + warp) * kRowBytes +
+                (chunk ^ warp % 8) * 16 + column * 4;
+        ptx::keep(at[i]);
+      }
+    }
+    __device__ __forceinline__ static bool has_rope(int vector, int lane) {
+      return vector == query::kVectors - 1 && lane >= query::kFirstRopeLane;
+    }
+  };
+  static_assert(kAttendWarps % 8 == 0);  // all of a warp's heads have the same order of chunks
+
+  // To fp16 but for the RoPE part.
+  __device__ __forceinline__ static void store_head(query::Values& v, Shared& shared, const QueryPlace& place, int head,
+                                                    int row, int lane) {
     const int exponent = largest_exponent(v);
     const int e = exponent > 14 ? min(exponent - 14, 112) : exponent < -10 ? max(exponent, -100) : 0;
-    const float down = power_of_two(-e);
-    const int vector = lane % 8;  // of a group of 64 channels
+    if (e != 0) {
+      const uint32_t down = static_cast<uint32_t>(127 - e) * 0x00800080u;
+#pragma unroll
+      for (int i = 0; i < query::kVectors * query::kPairs; ++i) {
+        uint32_t& word = v.vector[i / query::kPairs].word[i % query::kPairs];
+        word = ptx::mul_bf16x2(word, down);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < query::kVectors; ++i) {
-      const bool rope = i == query::kVectors - 1 && lane >= query::kFirstRopeLane;
-      const int chunk = rope ? vector / 4 * 4 : vector % 2 * 4, column = rope ? vector % 4 : vector / 2;
-      const uint32_t row = ptx::shared_address(shared.q) + ((4 * i + lane / 8) * kHeads + head) * kRowBytes;
 #pragma unroll
       for (int j = 0; j < query::kPairs; ++j) {
-        const float2 x = unpack_bf16(v.vector[i].word[j]);
-        const float low = x.x * down, high = x.y * down;
-        ptx::st_shared(row + ((chunk + j) ^ head % 8) * 16 + column * 4,
-                       rope ? ptx::cvt_bf16x2(low, high) : ptx::cvt_f16x2(low, high));
+        const uint32_t word = v.vector[i].word[j];
+        const float2 x = unpack_bf16(word);
+        const uint32_t pair = ptx::cvt_f16x2(x.x, x.y);
+        ptx::st_shared((place.at[i] ^ 16 * j) + row * kRowBytes, QueryPlace::has_rope(i, lane) ? word : pair);
       }
     }
     if (lane == 0) shared.q_scale[head] = power_of_two(e);
   }
 
   __device__ __forceinline__ static void store_heads(const DecodeParams& p, query::Values (&heads)[kQueryHeads],
-                                                     query::Position position, Shared& shared, int warp, int lane) {
+                                                     query::Position position, const QueryPlace& place, Shared& shared,
+                                                     int warp, int lane) {
     const bool rotates = p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane;
     query::Factors factors = {};
     if (rotates) factors = query::load_factors<false>(p.query, position, lane - query::kFirstRopeLane);
@@ -233,7 +263,7 @@ struct FewHeads {
 #pragma unroll
     for (int i = 0; i < kQueryHeads; ++i) {
       if (rotates) query::rotate(heads[i].vector[query::kVectors - 1], factors);
-      store_head(heads[i], shared, warp + i * kAttendWarps, lane);
+      store_head(heads[i], shared, place, warp + i * kAttendWarps, i * kAttendWarps, lane);
     }
     ptx::fence_proxy_async();
   }
@@ -309,12 +339,11 @@ struct FewHeads {
   // A warpgroup's half of the channels. The second has the RoPE part: a function for each, since a branch about it in
   // the loop makes the assembler serialise the products of 32 heads (C7512).
   template <int kPart>
-  __device__ __forceinline__ static void attend_scores(const Work& w, Shared& shared) {
+  __device__ __forceinline__ static void attend_scores(int tiles, Shared& shared) {
     constexpr int kFirst = kPart * kScoreGroups;
     const RawTile& tile = shared.tiles[0];
     const uint64_t query =
         operand_descriptor(ptx::shared_address(shared.q)) + descriptor_step(kFirst * kHeads * kRowBytes);
-    const int tiles = w.range.end - w.range.begin;
 #pragma unroll 1
     for (Turn turn; turn.tile < tiles; turn.advance()) {
       // Read anew, so that what is made of it takes no registers from one tile to the next.
@@ -341,7 +370,7 @@ struct FewHeads {
   using Output = float[kValueBlocks][kRegs];
 
   // Leaves the results in shared memory.
-  __device__ __forceinline__ static void attend_values(const Work& w, Shared& shared, int warp, int lane) {
+  __device__ __forceinline__ static void attend_values(int tiles, Shared& shared, int warp, int lane) {
     const int first = warp / 4 * kValueBlocks;
     const RawTile& tile = shared.tiles[0];
     const bool has_rope = first + kValueBlocks > kNumScales;
@@ -353,7 +382,6 @@ struct FewHeads {
     const uint32_t factors = ptx::shared_address(tile.factors[first]) + lane % 4 * (kTileKeys / 4) * 2;
     const uint64_t weights = operand_descriptor(ptx::shared_address(shared.weights[0]));
     Output o = {};  // the first tile's decay is 0
-    const int tiles = w.range.end - w.range.begin;
 #pragma unroll 1
     for (Turn turn; turn.tile < tiles; turn.advance()) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
@@ -435,31 +463,32 @@ struct FewHeads {
     const __nv_bfloat16* heads_at[kQueryHeads];
 #pragma unroll
     for (int i = 0; i < kQueryHeads; ++i) heads_at[i] = find_head(p, part, warp + i * kAttendWarps, lane);
+    const QueryPlace query_place(shared, warp, lane);
+    if (warp >= kScoreThreads / 32) move_registers<kRawLaunchRegisters, kFewEarlyValueRegisters<kHeads>>();
     ptx::griddepcontrol_wait();
 
     const query::Position position = query::load_position(p.query, position_at, p.query.freqs_cis != nullptr);
     query::Values heads[kQueryHeads];
 #pragma unroll
     for (int i = 0; i < kQueryHeads; ++i) heads[i] = load_head(p, heads_at[i]);
-    const RowLengths lengths = load(lengths_at);
     __syncwarp();  // keeps the loads here
-    store_heads(p, heads, position, shared, warp, lane);
-    const Work w = my_work(p, part, lengths_at, lengths);
-    if (w.range.empty()) return Done::kEmpty;
+    store_heads(p, heads, position, query_place, shared, warp, lane);
     if (p.o_accum == nullptr && warp >= kAttendWarps - kRopeDim / 32)
       load_rotation(p.finish, part, static_cast<int>(threadIdx.x) - (kAttendThreads - kRopeDim), shared.rotation);
     ptx::bar_sync(kQueryStored, kQueryThreads);
+    const int tiles = shared.num_tiles;
+    if (tiles == 0) return Done::kEmpty;
     if (warp < kScoreThreads / 32) {
       move_registers<kRawLaunchRegisters, kFewScoreRegisters<kHeads>>();
       if (warp < kWarpgroupThreads / 32) {
-        attend_scores<0>(w, shared);
+        attend_scores<0>(tiles, shared);
       } else {
-        attend_scores<1>(w, shared);
+        attend_scores<1>(tiles, shared);
       }
       move_registers<kFewScoreRegisters<kHeads>, kRawLaunchRegisters>();
     } else {
-      move_registers<kRawLaunchRegisters, kFewValueRegisters<kHeads>>();
-      attend_values(w, shared, warp - kScoreThreads / 32, lane);
+      move_registers<kFewEarlyValueRegisters<kHeads>, kFewValueRegisters<kHeads>>();
+      attend_values(tiles, shared, warp - kScoreThreads / 32, lane);
       move_registers<kFewValueRegisters<kHeads>, kRawLaunchRegisters>();
     }
     return Done::kStaged;

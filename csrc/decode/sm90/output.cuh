@@ -148,4 +148,9 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const Part& w
   }
 }
 
+// The same as a function: inlined it lies between the query's code and that of the attending warps.
+__device__ __noinline__ void write_empty_apart(const DecodeParams& p, const Part& w, int warp, int warps) {
+  write_empty(p, w, warp, warps);
+}
+
 }  // namespace sgl_dsv4::sm90

@@ -47,13 +47,20 @@ template <int kHeads>
 inline constexpr int kFewScoreRegisters = kHeads == 32 ? 72 : 88;
 template <int kHeads>
 inline constexpr int kFewValueRegisters = kHeads == 32 ? 120 : 104;
+// What a value warp takes before the kernel before has ended. The rest it gets when the scoring warps have given
+// theirs.
+template <int kHeads>
+inline constexpr int kFewEarlyValueRegisters = kHeads == 32 ? 112 : kRawLaunchRegisters;
 inline constexpr int kFewCopyRegisters = 40;
 inline constexpr int kFewWeighRegisters = 56;
+constexpr bool few_registers_fit(int score, int value) {
+  return kScoreThreads / 32 * score + kValueThreads / 32 * value + kCopyWarps * kFewCopyRegisters +
+             kWeighWarps * kFewWeighRegisters <=
+         kRawRegisters;
+}
 template <int kHeads>
-inline constexpr bool kFewRegistersFit =
-    kScoreThreads / 32 * kFewScoreRegisters<kHeads> + kValueThreads / 32 * kFewValueRegisters<kHeads> +
-        kCopyWarps * kFewCopyRegisters + kWeighWarps * kFewWeighRegisters <=
-    kRawRegisters;
+inline constexpr bool kFewRegistersFit = few_registers_fit(kRawLaunchRegisters, kFewEarlyValueRegisters<kHeads>) &&
+                                         few_registers_fit(kFewScoreRegisters<kHeads>, kFewValueRegisters<kHeads>);
 static_assert(kFewRegistersFit<16> && kFewRegistersFit<32>);
 
 }  // namespace sgl_dsv4::sm90

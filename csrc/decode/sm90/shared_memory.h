@@ -159,6 +159,7 @@ struct alignas(1024) FewHeadsSharedMemory {
   float rotation[kRopeDim];
   uint64_t full[kRawStages];
   uint64_t weights_full[2];
+  int num_tiles;  // of the block
 };
 static_assert(sizeof(FewHeadsSharedMemory<16>) <= 227 * 1024 && sizeof(FewHeadsSharedMemory<32>) <= 227 * 1024);
 
