@@ -3,12 +3,14 @@
     python benchmark/plan_times.py --csv plan_times.csv     measures (a GPU), then fits
     python benchmark/plan_times.py --fit plan_times.csv     fits times measured before
 
-Which plans: of every shape those that the model predicts at most --margin times as long as the fastest one. Warm, per
-call of a CUDA graph of 20; caches, slots and lengths as in bench_sparse_decode.py.
+Which plans: of every shape those that the model predicts at most --margin times as long as the fastest one. Measured
+warm, per call of a CUDA graph of 20, and cold, with L2 flushed before the call. Among the kernels of a model a decode
+is between the two, and the model's time is their mean. Caches, slots and lengths as in bench_sparse_decode.py.
 
 The model (`sm90_decode.predicted_us`) is linear in its constants, the reciprocal of the partials' rate in place of the
 rate. Fitted by least squares of relative errors, without negative constants, then moved to where the plans chosen by it
-lose least. Then it prints the shapes whose plan by the model was measured more than 1 % slower than another.
+lose least. Then it prints the shapes whose plan by the model was measured more than 1 % slower than another, as
+sm90_decode.FASTER lists them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from unittest import mock
 
 import torch
 from bench_sparse_decode import problems, shape_options
-from common import comment, require_cuda, run_facts, warm_medians, write_csv
+from common import ColdTimer, comment, require_cuda, run_facts, warm_medians, write_csv
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels import sm90_decode
@@ -34,12 +36,12 @@ from sgl_dsv4_kernels.testing_decode import Problem
 ROWS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
 """By default: the benchmarks' and some between them, where other plans are near."""
 
-SM_COUNT = 132
-"""Of an H200, whose times COSTS are: other devices are refused."""
+SM_COUNT = sm90_decode.H200_SMS
+"""COSTS are an H200's times: other devices are refused."""
 
 
 class Time(NamedTuple):
-    """A measured decode: keys of both lists together; microseconds."""
+    """A measured decode: keys of both lists together; microseconds, the mean of warm and cold."""
 
     heads: int
     rows: int
@@ -158,8 +160,14 @@ def wrong_choices(times: Iterable[Time], constants: Constants) -> list[tuple[Tim
     return wrong
 
 
+def rounded(constants: Constants) -> Constants:
+    """As they are printed, and then typed."""
+    rate = 1e-6 / round(1e-6 / constants["partials"], 3) if constants.get("partials") else 0.0
+    return {name: rate if name == "partials" else round(value, 3) for name, value in constants.items()}
+
+
 def report(times: list[Time]) -> None:
-    constants = refine(times, fit(times))
+    constants = rounded(refine(times, fit(times)))
     for heads in sm90_decode.COSTS:
         values = ", ".join(f"{constants.get(f'{field}_{heads}', 0.0):.3f}" for field in Cost._fields)
         print(f"{heads:3} heads a block: Cost({values})")
@@ -169,8 +177,9 @@ def report(times: list[Time]) -> None:
     errors = [us / time.us - 1 for us, time in zip(predicted(constants, times), times, strict=True)]
     print(f"{len(times)} times, errors {min(errors):+.1%} to {max(errors):+.1%}")
     for chosen, fastest in wrong_choices(times, constants):
-        shape = f"{chosen.rows} rows of {chosen.heads} heads, {chosen.keys} keys"
-        print(f"{shape}: {tuple(chosen.plan)} {chosen.us:.2f} us chosen, {tuple(fastest.plan)} {fastest.us:.2f}")
+        shape = (chosen.rows, chosen.heads, chosen.keys)
+        times = f"{fastest.us:.2f} us, {tuple(chosen.plan)} {chosen.us:.2f}"
+        print(f"({shape}, Plan{tuple(fastest.plan)}),  # {times}")
 
 
 # ---- measuring ----
@@ -192,24 +201,29 @@ def decode(problem: Problem, plan: Plan) -> object:
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """Rows of the CSV: shape, block_heads, splits, us, and the facts of the run. Saves them after every shape."""
+    """Rows of the CSV: shape, block_heads, splits, warm_us, cold_us, and the facts of the run. Saves them after every
+    shape."""
     facts = run_facts()
     print(comment(facts))
+    cold_timer = ColdTimer()
     rows = []
     for shape, problem in problems(args):
         plans = plans_of(shape["b"], shape["heads"], shape["topk"] + shape["extra"], args.margin)
-        times = warm_medians({plan: functools.partial(decode, problem, plan) for plan in plans}, args.iters)
-        for plan, us in times.items():
-            rows.append(shape | {"block_heads": plan.block_heads, "splits": plan.num_splits, "us": f"{us:.2f}"} | facts)
+        calls = {plan: functools.partial(decode, problem, plan) for plan in plans}
+        warm, cold = warm_medians(calls, args.iters), cold_timer.medians(calls, args.iters)
+        for plan in plans:
+            times = {"warm_us": f"{warm[plan]:.2f}", "cold_us": f"{cold[plan]:.2f}"}
+            rows.append(shape | {"block_heads": plan.block_heads, "splits": plan.num_splits} | times | facts)
         if args.csv:
             write_csv(args.csv, rows)
-        print("   ", *(f"{plan.block_heads}x{plan.num_splits} {us:.2f}" for plan, us in times.items()), flush=True)
+        print("   ", *(f"{p.block_heads}x{p.num_splits} {warm[p]:.2f}/{cold[p]:.2f}" for p in plans), flush=True)
     return rows
 
 
 def to_time(row: Mapping[str, str]) -> Time:
     plan = Plan(int(row["block_heads"]), int(row["splits"]))
-    return Time(int(row["heads"]), int(row["b"]), int(row["topk"]) + int(row["extra"]), plan, float(row["us"]))
+    us = (float(row["warm_us"]) + float(row["cold_us"])) / 2
+    return Time(int(row["heads"]), int(row["b"]), int(row["topk"]) + int(row["extra"]), plan, us)
 
 
 def main() -> int:
