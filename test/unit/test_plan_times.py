@@ -126,6 +126,9 @@ def test_faster_plans_are_for_free_choices_alone(shape, plan, monkeypatch):
     others = ((114,), (132, 3), (132, 2, True), (132, None, False, 256))
     assert choose(132) == choose(132, usual=shape[2]) == plan
     chosen = [choose(*other) for other in others]
+    rows, heads, keys = shape
+    if heads == 64 and rows % 2 == 0:
+        assert sm90_decode.choose_plan(rows // 2, 128, keys, 132) == plan
     monkeypatch.setattr(sm90_decode, "FASTER", ())
     assert [choose(*other) for other in others] == chosen
     assert choose(132) != plan

@@ -36,7 +36,7 @@
 //   tensor cores         16    Q K^T and P V
 //   gather, conversion   19    measured
 //   scores to P V        28    measured
-//   all                  35    measured
+//   all                  36    measured
 //
 // Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 128 + 512 keys: 1 row, 8 heads (then of
 // converted tiles too) and one tile a block | 128 rows, 64 heads unsplit, where the first copies wait for the device
