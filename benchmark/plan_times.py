@@ -178,8 +178,7 @@ def report(times: list[Time]) -> None:
     print(f"{len(times)} times, errors {min(errors):+.1%} to {max(errors):+.1%}")
     for chosen, fastest in wrong_choices(times, constants):
         shape = (chosen.rows, chosen.heads, chosen.keys)
-        times = f"{fastest.us:.2f} us, {tuple(chosen.plan)} {chosen.us:.2f}"
-        print(f"({shape}, Plan{tuple(fastest.plan)}),  # {times}")
+        print(f"({shape}, Plan{tuple(fastest.plan)}),  # {fastest.us:.2f} us, {tuple(chosen.plan)} {chosen.us:.2f}")
 
 
 # ---- measuring ----

@@ -128,7 +128,7 @@ FASTER = (
     ((1, 16, 128), Plan(8, 2)),
 )
 """Of the shapes measured, (rows, heads, keys), those for which the model's plan takes more than 1 % longer than this
-one. `benchmark/plan_times.py` prints them.
+one; 128 heads are looked up as twice the rows of 64. `benchmark/plan_times.py` prints them.
 """
 
 
@@ -177,14 +177,16 @@ def choose_plan(
         usual: `usual_keys`; if not None, the least time for so many keys among the plans that MOST_LOSS allows.
 
     Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (8, 10), 8 rows (16, 4), 128 rows (64, 1). 128 + 576 keys of which
-    256 are usual: 16 rows (16, 2).
+    256 are usual: 16 rows (8, 1).
     """
     plans = _plans(rows, heads, keys, num_splits, batch_invariant)
     usual = keys if usual is None else usual
     # Plain loops: torch.compile traces them.
-    if num_splits is None and not batch_invariant and usual == keys and sm_count == H200_SMS:
+    if not batch_invariant and usual == keys and sm_count == H200_SMS:
         as_rows = heads // 64 if heads % 64 == 0 else 1  # 128 heads are cut as twice the rows of 64
         for shape, plan in FASTER:
+            if num_splits is not None and num_splits != plan.num_splits:  # a call asks again, with the splits it got
+                continue
             if shape[0] == rows * as_rows and shape[1] * as_rows == heads and shape[2] == keys:
                 return plan
     least = predicted_us(rows, heads, keys, sm_count, plans[0])

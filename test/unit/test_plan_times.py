@@ -123,8 +123,10 @@ def test_faster_plans_are_those_that_the_model_misses(kept):
 @pytest.mark.parametrize(("shape", "plan"), sm90_decode.FASTER)
 def test_faster_plans_are_for_free_choices_alone(shape, plan, monkeypatch):
     choose = functools.partial(sm90_decode.choose_plan, *shape)
-    others = ((114,), (132, 3), (132, 2, True), (132, None, False, 256))
-    assert choose(132) == choose(132, usual=shape[2]) == plan
+    splits = plan.num_splits
+    others = ((114,), (132, splits + 1), (132, None, True), (132, splits, True), (132, None, False, 256))
+    # A call asks for its number of splits, and then, with that, for heads a block.
+    assert choose(132) == choose(132, usual=shape[2]) == choose(132, splits) == plan
     chosen = [choose(*other) for other in others]
     rows, heads, keys = shape
     if heads == 64 and rows % 2 == 0:
@@ -177,6 +179,30 @@ def test_report_of_a_file(tmp_path, monkeypatch, capsys):
     errors = [float(error) for error in re.findall(r"[+-][\d.]+(?=%)", lines[-1])]
     assert len(errors) == 2
     assert max(map(abs, errors)) == 0.0
+
+
+def test_report_of_what_the_model_misses(monkeypatch, capsys):
+    """Constants are those of the model, rounded; one plan is slower than they say."""
+    times = model_times(OURS)
+    shape = (16, 64, 640)
+    chosen = sm90_decode.choose_plan(*shape, 132)
+    times = [
+        time._replace(us=2 * time.us) if (time.rows, time.heads, time.keys, time.plan) == (*shape, chosen) else time
+        for time in times
+    ]
+    unrounded = {name: value * (1 + 1e-9) for name, value in OURS.items()}
+    assert plan_times.rounded(unrounded) == pytest.approx(OURS, rel=1e-12)
+    assert plan_times.rounded({name: value for name, value in unrounded.items() if name != "partials"})["combine"] > 0
+    monkeypatch.setattr(plan_times, "refine", lambda times, constants: unrounded)
+    plan_times.report(times)
+    missed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("((")]
+    (fastest,) = [
+        next(time for time in plans if time.us == min(other.us for other in plans))
+        for plans in plan_times.by_shape(times)
+        if (plans[0].rows, plans[0].heads, plans[0].keys) == shape
+    ]
+    assert len(missed) == 1
+    assert missed[0].startswith(f"({shape}, Plan{tuple(fastest.plan)}),  # {fastest.us:.2f} us, {tuple(chosen)} ")
 
 
 def test_file_without_times(tmp_path, monkeypatch, capsys):

@@ -12,8 +12,8 @@
 //
 // Barriers as in eight_heads.cuh: mbarriers for what is waited for by many, hardware barriers for what many signal.
 // kEmpty + stage: all that read tiles[stage] are done. kScoresEmpty: the scores of the tile before have been read; they
-// exist once, weights and decay twice. kConsumersMeet, at the end: nobody reads the tiles any more, results replace
-// them.
+// exist once, weights and decay twice. kQueryStored, also in blocks without keys: Q and the number of tiles are in
+// shared memory. kConsumersMeet, at the end: nobody reads the tiles any more, results replace them.
 //
 // Scores. The codes become fp16 by one instruction for two, exact, NaN included, and Q fp16 too: a head whose largest
 // value is not in [2^-10, 2^15) is divided by 2^e, e within -100 .. 112, which brings it to 2^14 or 1. What fp16 rounds
