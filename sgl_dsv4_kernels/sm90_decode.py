@@ -179,16 +179,13 @@ def choose_plan(
     Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (8, 10), 8 rows (16, 4), 128 rows (64, 1). 128 + 576 keys of which
     256 are usual: 16 rows (8, 1).
     """
-    plans = _plans(rows, heads, keys, num_splits, batch_invariant)
     usual = keys if usual is None else usual
-    # Plain loops: torch.compile traces them.
     if not batch_invariant and usual == keys and sm_count == H200_SMS:
-        as_rows = heads // 64 if heads % 64 == 0 else 1  # 128 heads are cut as twice the rows of 64
-        for shape, plan in FASTER:
-            if num_splits is not None and num_splits != plan.num_splits:  # a call asks again, with the splits it got
-                continue
-            if shape[0] == rows * as_rows and shape[1] * as_rows == heads and shape[2] == keys:
-                return plan
+        plan = _known_faster(rows, heads, keys, num_splits)
+        if plan is not None:
+            return plan
+    plans = _plans(rows, heads, keys, num_splits, batch_invariant)
+    # Plain loops, here and in what is called: torch.compile traces them.
     least = predicted_us(rows, heads, keys, sm_count, plans[0])
     for plan in plans:
         full = predicted_us(rows, heads, keys, sm_count, plan)
@@ -202,6 +199,17 @@ def choose_plan(
         if best is None or time < best_time or (time == best_time and full < best_full):
             best, best_time, best_full = plan, time, full
     return best
+
+
+def _known_faster(rows: int, heads: int, keys: int, num_splits: int | None) -> Plan | None:
+    """What FASTER has for a shape. ``num_splits``: None, or that plan's: a call asks again, with the splits it got."""
+    as_rows = heads // 64 if heads % 64 == 0 else 1  # 128 heads are cut as twice the rows of 64
+    for shape, plan in FASTER:
+        if num_splits is not None and num_splits != plan.num_splits:
+            continue
+        if shape[0] == rows * as_rows and shape[1] * as_rows == heads and shape[2] == keys:
+            return plan
+    return None
 
 
 def _plans(rows: int, heads: int, keys: int, num_splits: int | None, batch_invariant: bool) -> list[Plan]:

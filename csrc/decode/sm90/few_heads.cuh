@@ -457,7 +457,8 @@ struct FewHeads {
 
   // Leaves the results in shared memory.
   __device__ __forceinline__ static Done attend_tiles(const DecodeParams& p, const Part& part,
-                                                      const Lengths& lengths_at, Shared& shared) {
+                                                      const Lengths& /* the weighing warps read them */,
+                                                      Shared& shared) {
     const int warp = my_warp(), lane = static_cast<int>(threadIdx.x) % 32;
     const uint32_t* position_at = query::find_position(p.query, part.token);
     const __nv_bfloat16* heads_at[kQueryHeads];
