@@ -311,6 +311,16 @@ def test_scales_that_are_not_positive(block_heads, scale):
         check(decode(problem, num_splits=splits), want, splits)
 
 
+def test_scores_that_overflow(block_heads):
+    """Products that are finite, times a scale that makes them infinite: NaN in that row, as of any infinite score."""
+    problem = td.random_problem(2, 64, 64, device=DEVICE, lengths=64, invalid=0.0, sink=False)
+    problem.q[0] = problem.q[0].abs() * 2.0**100
+    problem.options["softmax_scale"] = 2.0**40
+    result = decode(problem, num_splits=1)
+    assert result.out[0].isnan().all() and result.lse[0].isnan().all()
+    assert not result.out[1].isnan().any() and not result.lse[1].isnan().any()
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 def test_scores_far_below_the_largest(block_heads, heads):
     """Tiles more than 2^16 below an earlier one, and above a later one: the bound on the unit of a tile."""

@@ -1,9 +1,14 @@
-// The consuming warpgroups at 64 heads: S = Q K^T, online softmax in log2, O += P V.
+// The attending warpgroups at 64 heads: S = Q K^T, online softmax in log2, O += P V.
 //
-// All have the 64 heads as rows. Warpgroup 0 computes the scores of a tile (64 x 64), turns them into weights and puts
-// these, as bf16, and the rows' decay into shared memory. Two value warpgroups each have half of the channels: they
-// multiply O by the decay while the weights are being computed, then add P V; meanwhile the next scores are being
-// computed.
+// Both have the 64 heads as rows, and half of the channels of O each. Warpgroup w computes the scores of tiles w, w +
+// 2,
+// ..., which are those in stage w, and turns them into weights. Its own weights it has in registers, as the operand of
+// its products; the other warpgroup gets them through shared memory, with what they are measured against, thread by
+// thread: both have the same places in a tile. So the scores of one tile are computed while those of the last one
+// become weights.
+//
+// Products stay in flight from P V of the other's tile to the scores of the next: waiting in between costs 5 %, and so
+// does the first half of the scores before P V.
 #pragma once
 
 #include <cmath>
@@ -21,6 +26,7 @@ inline constexpr int kScoreRegs = kTileKeys / 2;
 inline constexpr int kHalfChannels = kHeadDim / 2;
 inline constexpr int kQuarterChannels = kHeadDim / 4;
 inline constexpr int kQuarterRegs = kQuarterChannels / 2;
+inline constexpr int kWeightRegs = kScoreRegs / 2;
 
 // Maximum or sum over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
@@ -34,43 +40,45 @@ __device__ __forceinline__ float row_sum(float x) {
 
 // ---- scores and weights ----
 
-// S of one tile, half of the channels after the other.
-__device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], SharedMemory& shared, int stage,
-                                               uint32_t phase) {
+// Half of the channels of a tile's scores, when they are there.
+__device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], SharedMemory& shared, int stage, int half,
+                                               uint32_t parity) {
   const uint64_t q = operand_descriptor(ptx::shared_address(shared.q));
   const uint64_t keys = operand_descriptor(ptx::shared_address(shared.keys[stage]));
+  ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.full[stage][half]), parity);
+  ptx::fence_proxy_async();
+  if (half == 0) wgmma_begin(s);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.full[stage][half]), phase);
-    ptx::fence_proxy_async();
-    if (half == 0) wgmma_begin(s);
+  for (int block = half * kHalfBlocks; block < (half + 1) * kHalfBlocks; ++block) {
 #pragma unroll
-    for (int block = half * kHalfBlocks; block < (half + 1) * kHalfBlocks; ++block) {
-#pragma unroll
-      for (int k = 0; k < kBlockChannels / 16; ++k) {
-        const uint64_t step = descriptor_step(block * kBlockBytes + k * 32);
-        wgmma_m64n64k16(s, q + step, keys + step, block + k > 0);
-      }
+    for (int k = 0; k < kBlockChannels / 16; ++k) {
+      const uint64_t step = descriptor_step(block * kBlockBytes + k * 32);
+      wgmma_m64n64k16(s, q + step, keys + step, block + k > 0);
     }
-    wgmma_commit();
   }
-  wgmma_wait<0>(s);
+  wgmma_commit();
 }
 
-// Of a thread's two rows, in log2: the largest score, the unit of the last tile, and this thread's share of the sum.
-struct Softmax {
-  float top[2] = {kMinusInfinity, kMinusInfinity};
-  float unit[2] = {kMinusInfinity, kMinusInfinity};
-  float total[2] = {0.0f, 0.0f};
+// What the scores are still to be multiplied by, once the largest is found. A scale that is not positive changes which
+// one that is, so it is applied at once.
+__device__ __forceinline__ float pending_scale(float (&s)[kScoreRegs], float scale) {
+  if (scale > 0.0f) return scale;
+#pragma unroll
+  for (int i = 0; i < kScoreRegs; ++i) s[i] *= scale;
+  return 1.0f;
+}
 
-  // Scales the scores; those of keys that are not attended become -inf, whatever stands there. Moves on to the unit of
-  // their tile and returns what earlier sums of the two rows are multiplied by.
+// Of a thread's two rows.
+struct Softmax {
+  Measured last = {{kMinusInfinity, kMinusInfinity}, {kMinusInfinity, kMinusInfinity}};
+  float total[2] = {0.0f, 0.0f};  // this thread's share of the sums of weights, of its warpgroup's tiles
+
+  // Scores of keys that are not attended become -inf, whatever stands there. Moves on to the unit of their tile and
+  // returns what earlier sums of the two rows are multiplied by.
   __device__ __forceinline__ float2 measure(float (&s)[kScoreRegs], const uint32_t* attended, int column, float scale) {
     const uint4 low = reinterpret_cast<const uint4*>(attended)[0], high = reinterpret_cast<const uint4*>(attended)[1];
     const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     const bool whole = (low.x & low.y & low.z & low.w & high.x & high.y & high.z & high.w) == 0xffffffffu;
-#pragma unroll
-    for (int i = 0; i < kScoreRegs; ++i) s[i] *= scale;
     if (!whole) {
 #pragma unroll
       for (int i = 0; i < kScoreRegs; ++i)
@@ -84,71 +92,112 @@ struct Softmax {
 #pragma unroll
       for (int i = 0; i < kScoreRegs; ++i)
         if (i / 2 % 2 == r) tile_most = fmaxf(tile_most, s[i]);
-      decay[r] = next_unit(row_max(tile_most), top[r], unit[r]);
+      decay[r] = next_unit(row_max(tile_most) * scale, last.top[r], last.unit[r]);
+      total[r] *= decay[r];
     }
     return make_float2(decay[0], decay[1]);
   }
 
-  // Scores -> weights, in place.
-  __device__ __forceinline__ void weigh(float (&s)[kScoreRegs], float2 decay) {
+  // The same for a tile that the other warpgroup has measured.
+  __device__ __forceinline__ float2 follow(const Measured& next) {
+    float decay[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float base = base_of(unit[r]);
-      float sum = 0.0f;
+      decay[r] = ptx::ex2(last.unit[r] - base_of(next.unit[r]));
+      total[r] *= decay[r];
+    }
+    last = next;
+    return make_float2(decay[0], decay[1]);
+  }
+
+  // Scores -> weights, as an operand in registers (wgmma.cuh).
+  __device__ __forceinline__ void weigh(const float (&s)[kScoreRegs], float scale, uint32_t (&weights)[kWeightRegs]) {
+    float base[2];
 #pragma unroll
-      for (int i = 0; i < kScoreRegs; ++i) {
-        if (i / 2 % 2 != r) continue;
-        s[i] = ptx::ex2(s[i] - base);
-        sum += s[i];
-      }
-      total[r] = fmaf(total[r], r == 0 ? decay.x : decay.y, sum);
+    for (int r = 0; r < 2; ++r) {
+      base[r] = base_of(last.unit[r]);
+      if (base[r] == INFINITY) base[r] = NAN;  // the product that overflowed is not rounded here, and would not be NaN
+    }
+#pragma unroll
+    for (int i = 0; i < kWeightRegs; ++i) {
+      const int r = i % 2;
+      const float x = ptx::ex2(fmaf(s[2 * i], scale, -base[r])), y = ptx::ex2(fmaf(s[2 * i + 1], scale, -base[r]));
+      total[r] += x + y;
+      weights[i] = ptx::cvt_bf16x2(x, y);
     }
   }
 };
 
-__device__ __forceinline__ void store_weights(const float (&s)[kScoreRegs], const Place& place, SharedMemory& shared) {
-  const uint32_t weights = ptx::shared_address(shared.weights);
+// A warpgroup's weights in shared memory, of every thread those that the same thread of the other one needs. They are
+// read before the next ones, which that thread makes itself, replace them.
+inline constexpr int kWeightVectors = kWeightRegs / 4;
+inline constexpr int kWeightStep = kWarpgroupThreads * 16;
+static_assert(kWeightVectors * kWeightStep == kBlockBytes);
+
+__device__ __forceinline__ uint32_t weights_place(SharedMemory& shared) {
+  return ptx::shared_address(shared.weights) + static_cast<uint32_t>(threadIdx.x) % kWarpgroupThreads * 16;
+}
+
+__device__ __forceinline__ void store_weights(const uint32_t (&weights)[kWeightRegs], uint32_t at) {
 #pragma unroll
-  for (int j = 0; j < kTileKeys / 8; ++j) {
-    const uint32_t at = weights + tile_offset(place.row, 8 * j) + place.column * 2;
-    ptx::st_shared(at, ptx::cvt_bf16x2(s[4 * j], s[4 * j + 1]));
-    ptx::st_shared(at + kGroupBytes, ptx::cvt_bf16x2(s[4 * j + 2], s[4 * j + 3]));
+  for (int i = 0; i < kWeightVectors; ++i)
+    ptx::st_shared(at + i * kWeightStep,
+                   make_uint4(weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3]));
+}
+
+__device__ __forceinline__ void load_weights(uint32_t (&weights)[kWeightRegs], uint32_t at) {
+#pragma unroll
+  for (int i = 0; i < kWeightVectors; ++i) {
+    const uint4 v = ptx::ld_shared(at + i * kWeightStep);
+    weights[4 * i] = v.x;
+    weights[4 * i + 1] = v.y;
+    weights[4 * i + 2] = v.z;
+    weights[4 * i + 3] = v.w;
   }
 }
 
 // ---- values ----
 
-// Half of the channels of O, as two products' accumulators. (One product of 256 channels would read P once instead of
-// twice, but has more registers than the assembler allows a block of this many threads.)
+// Half of the channels of O, as two products' accumulators.
 using Half = float[2][kQuarterRegs];
 
-// O += P V for half of the channels.
-template <int kHalf>
-__device__ __forceinline__ void add_values(Half& o, SharedMemory& shared, int stage) {
-  const uint64_t weights = operand_descriptor(ptx::shared_address(shared.weights));
-  const uint64_t values = operand_descriptor(ptx::shared_address(shared.keys[stage]));
+__device__ __forceinline__ void decay_values(Half& o, float2 decay) {
+#pragma unroll
+  for (int i = 0; i < kQuarterRegs; ++i) {
+    o[0][i] *= i / 2 % 2 == 0 ? decay.x : decay.y;
+    o[1][i] *= i / 2 % 2 == 0 ? decay.x : decay.y;
+  }
+}
+
+// Starts O += P V. `values`: the descriptor of this warpgroup's channels of the tile, 64 keys.
+__device__ __forceinline__ void add_values(Half& o, uint32_t (&weights)[kWeightRegs], uint64_t values) {
   pin(o[0]);
+  pin(weights);
   wgmma_begin(o[1]);
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
 #pragma unroll
-    for (int k = 0; k < kTileKeys / 16; ++k) {
-      const int block = (2 * kHalf + q) * (kQuarterChannels / kBlockChannels);
-      wgmma_m64n128k16(o[q], weights + descriptor_step(k * 32),
-                       values + descriptor_step(block * kBlockBytes + k * 2 * kGroupBytes), true);
-    }
+    for (int k = 0; k < kTileKeys / 16; ++k)
+      wgmma_m64n128k16(
+          o[q], weights + 4 * k,
+          values + descriptor_step(q * (kQuarterChannels / kBlockChannels) * kBlockBytes + k * 2 * kGroupBytes), true);
   }
   wgmma_commit();
-  wgmma_wait<0>(o[0]);
+}
+
+// Waits for the products but for the last kLater groups.
+template <int kLater>
+__device__ __forceinline__ void added(Half& o, uint32_t (&weights)[kWeightRegs]) {
+  wgmma_wait<kLater>(o[0]);
   pin(o[1]);
+  pin(weights);
 }
 
 // This warpgroup's half of O into shared memory, where the keys were.
-template <int kHalf>
-__device__ __forceinline__ void stage_results(const Half& o, const Place& place, uint32_t results) {
+__device__ __forceinline__ void stage_results(const Half& o, const Place& place, int half, uint32_t results) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const uint32_t row = results + ((place.row + 8 * r) * kResultPitch + kHalf * kHalfChannels + place.column) * 4;
+    const uint32_t row = results + ((place.row + 8 * r) * kResultPitch + half * kHalfChannels + place.column) * 4;
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
 #pragma unroll
@@ -158,75 +207,77 @@ __device__ __forceinline__ void stage_results(const Half& o, const Place& place,
   }
 }
 
-// ---- the roles ----
+// ---- the role ----
 
-// Writes the LSEs and leaves in shared memory what the values are to be multiplied by.
-__device__ __forceinline__ void attend_scores(const DecodeParams& p, const Work& w, SharedMemory& shared) {
+// Leaves in shared memory the results and what they are to be multiplied by, and writes the LSEs. `half`: which
+// warpgroup this is, and which half of the channels it has.
+__device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, int half, SharedMemory& shared) {
   const Place place = my_place();
   Barriers& barriers = shared.barriers;
-  Softmax softmax;
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int tile = w.range.begin; tile < w.range.end; ++tile) {
-    float s[kScoreRegs] = {};
-    compute_scores(s, shared, stage, phase);
-
-    // This buffer's last decay was read before the weights of the tile between were free.
-    const float2 decay = softmax.measure(s, shared.attended[stage], place.column, p.scale_log2);
-    if (place.column == 0) {
-      shared.decay[stage][place.row] = decay.x;
-      shared.decay[stage][place.row + 8] = decay.y;
-    }
-    ptx::mbarrier_arrive(ptx::shared_address(&barriers.decay_full[stage]));
-
-    softmax.weigh(s, decay);
-    ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_empty), stage ^ 1);
-    store_weights(s, place, shared);
-    ptx::mbarrier_arrive(ptx::shared_address(&barriers.weights_full));
-    stage ^= 1;
-    phase ^= stage == 0;
-  }
-
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float total = row_sum(softmax.total[r]);
-    if (place.column != 0) continue;
-    const int head = place.row + 8 * r;
-    finish_head(p, w, head, softmax.unit[r], total, load_sink(p, w, head), shared);
-  }
-}
-
-// Leaves the results, of this warpgroup's half of the channels, in shared memory.
-template <int kHalf>
-__device__ __forceinline__ void attend_values(const DecodeParams& p, const Work& w, SharedMemory& shared) {
-  const Place place = my_place();
-  Barriers& barriers = shared.barriers;
-  if (kHalf == 1 && p.o_accum == nullptr)
+  if (half == 1 && p.o_accum == nullptr)
     load_rotation(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.rotation);
 
+  const int tiles = w.range.end - w.range.begin;
+  const int there = 1 - half;
+  const auto values = [&](int stage) {
+    return operand_descriptor(ptx::shared_address(shared.keys[stage]) + half * kHalfBlocks * kBlockBytes);
+  };
+  const uint32_t weights_at = weights_place(shared);
   Half o = {};  // the first tile's decay is 0
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int tile = w.range.begin; tile < w.range.end; ++tile) {
-    ptx::mbarrier_wait(ptx::shared_address(&barriers.full[stage][kHalf]), phase);
-    ptx::mbarrier_wait(ptx::shared_address(&barriers.decay_full[stage]), phase);
-    const float decay[2] = {shared.decay[stage][place.row], shared.decay[stage][place.row + 8]};
-#pragma unroll
-    for (int i = 0; i < kQuarterRegs; ++i) {
-      o[0][i] *= decay[i / 2 % 2];
-      o[1][i] *= decay[i / 2 % 2];
+  Softmax softmax;
+  // A round has the other warpgroup's tile, which warpgroup 0 has none of at first, and the next one, its own, which
+  // one of them has none of at last. `parity`: of its own stage.
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int own = half; own <= tiles; own += 2) {
+    uint32_t weights[kWeightRegs];
+    if (own > 0) {
+      const uint32_t parity_there = parity ^ static_cast<uint32_t>(there == 1);
+      ptx::mbarrier_wait(ptx::shared_address(&barriers.measured[there]), parity_there);
+      decay_values(o, softmax.follow(shared.measured[there][place.pair()]));
+      ptx::mbarrier_wait(ptx::shared_address(&barriers.weighed[there]), parity_there);
+      load_weights(weights, weights_at);
+      ptx::fence_proxy_async();  // the tile is there, or it would not have been scored
+      add_values(o, weights, values(there));
     }
-    ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_full), stage);
-    ptx::fence_proxy_async();
-    add_values<kHalf>(o, shared, stage);
-    ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[stage][kHalf]));
-    ptx::mbarrier_arrive(ptx::shared_address(&barriers.weights_empty));
-    stage ^= 1;
-    phase ^= stage == 0;
+    if (own < tiles) {
+      float s[kScoreRegs] = {};
+      compute_scores(s, shared, half, 0, parity);
+      if (own > 0) {
+        added<1>(o, weights);
+        ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[there][half]));
+      }
+      compute_scores(s, shared, half, 1, parity);
+      wgmma_wait<0>(s);
+      const float scale = pending_scale(s, p.scale_log2);
+      const float2 decay = softmax.measure(s, shared.attended[half], place.column, scale);
+      if (place.column == 0) shared.measured[half][place.pair()] = softmax.last;
+      ptx::mbarrier_arrive(ptx::shared_address(&barriers.measured[half]));
+      softmax.weigh(s, scale, weights);
+      store_weights(weights, weights_at);
+      ptx::mbarrier_arrive(ptx::shared_address(&barriers.weighed[half]));
+      decay_values(o, decay);
+      add_values(o, weights, values(half));
+    }
+    added<0>(o, weights);
+    if (own < tiles) ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[half][half]));
+    parity ^= 1;
   }
-  // Both halves are done with the last tile: keys and weights are no longer needed.
-  ptx::mbarrier_wait(ptx::shared_address(&barriers.weights_empty), stage ^ 1);
-  stage_results<kHalf>(o, place, ptx::shared_address(shared.keys));
+
+  const float total[2] = {row_sum(softmax.total[0]), row_sum(softmax.total[1])};
+  if (half == 1 && place.column == 0) {
+    shared.total[place.row] = total[0];
+    shared.total[place.row + 8] = total[1];
+  }
+  consumers_meet();  // keys and weights are no longer needed, the totals are there
+  if (half == 0 && place.column == 0) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int head = place.row + 8 * r;
+      finish_head(p, w, head, softmax.last.unit[r], total[r] + shared.total[head], load_sink(p, w, head), shared);
+    }
+  }
+  stage_results(o, place, half, ptx::shared_address(shared.keys));
 }
 
 }  // namespace sgl_dsv4::sm90

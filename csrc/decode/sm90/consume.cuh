@@ -20,15 +20,18 @@ __device__ __forceinline__ void init_barriers(Barriers& barriers) {
     init(barriers.full[i / 2][i % 2], kGatherThreads);
     init(barriers.empty[i / 2][i % 2], kWarpgroupThreads);
   }
-  for (uint64_t& barrier : barriers.decay_full) init(barrier, kWarpgroupThreads);
-  init(barriers.weights_full, kWarpgroupThreads);
-  init(barriers.weights_empty, kTileValueThreads);
+  for (uint64_t& barrier : barriers.measured) init(barrier, kWarpgroupThreads);
+  for (uint64_t& barrier : barriers.weighed) init(barrier, kWarpgroupThreads);
 }
 
 // A thread's place in an accumulator (wgmma.cuh).
 struct Place {
   int row;     // the upper of its two rows, the other is 8 below
   int column;  // first of its two columns in a group of 8
+
+  __device__ __forceinline__ int pair() const {  // which pair of rows it is
+    return row / 16 * 8 + row % 8;
+  }
 };
 
 __device__ __forceinline__ Place my_place() {

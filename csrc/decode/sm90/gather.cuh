@@ -39,6 +39,15 @@ __device__ __forceinline__ int load_slot(const DecodeParams& p, const Work& w, i
   return at < keys.end ? source.indices[w.token * source.stride_indices + at] : -1;
 }
 
+// The same without a branch: between other instructions of a block.
+__device__ __forceinline__ int load_slot_inline(const DecodeParams& p, const Work& w, int tile, int key) {
+  const KeyBlock keys = key_block(w.row, tile);
+  const Source& source = p.source[keys.extra];
+  const int at = keys.begin + key;
+  const bool wanted = tile < w.range.end && at < keys.end;
+  return static_cast<int>(ptx::ld_global_if(wanted, source.indices + w.token * source.stride_indices + at, -1));
+}
+
 // A thread's key in the block's first two tiles if all lengths are full. Which rows these are is asked for beside the
 // lengths, and the first one is read, before the lengths are known; it is not attended to if they say otherwise.
 struct Guess {
@@ -201,9 +210,12 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     // loop carries into its next round: the last round's scales are to be waited for before this round's loads start.
     const uint2 now = scales;
     const bool large_scale = __any_sync(0xffffffffu, has_large_scale(now));
-    next = my_part_of(p.source[tile + 1 >= w.row.main_blocks], next_slot);
-    next_slot = load_slot(p, w, tile + 2, key);
-    scales = ptx::ld_global_v2_if(next.attended, next.scales);
+    // Behind the wait for room, among the conversions, whose waits it fills.
+    const auto look_ahead = [&] {
+      next = my_part_of(p.source[tile + 1 >= w.row.main_blocks], next_slot);
+      next_slot = load_slot_inline(p, w, tile + 2, key);
+      scales = ptx::ld_global_v2_if(next.attended, next.scales);
+    };
 
     const uint32_t keys_at = ptx::shared_address(shared.keys[stage]);
     const uint32_t even_chunk = keys_at + code_at;
@@ -228,13 +240,15 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
 #pragma unroll
       for (int j = begin; j < end; ++j) {
         const uint4 codes = raw;
+        nan |= nan_codes(codes.x) | nan_codes(codes.y) | nan_codes(codes.z) | nan_codes(codes.w);
+        ptx::keep(nan);  // left to itself the compiler does this later, and the codes stay in registers
         const uint32_t scale = scale_pair(min(scale_byte(now, j), kLargestSingleScale));
         const uint4 even = dequantise(codes.x, codes.y, scale), odd = dequantise(codes.z, codes.w, scale);
         advance(j);
         if (j == begin) ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.empty[stage][half]), phase ^ 1);
         ptx::st_shared(even_chunk + j * kBlockBytes, even);
         ptx::st_shared(odd_chunk + j * kBlockBytes, odd);
-        nan |= nan_codes(codes.x) | nan_codes(codes.y) | nan_codes(codes.z) | nan_codes(codes.w);
+        if (j == 0) look_ahead();
       }
       if (large_scale) {
 #pragma unroll 1

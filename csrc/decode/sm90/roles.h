@@ -5,21 +5,19 @@ namespace sgl_dsv4::sm90 {
 
 // setmaxnreg moves registers between the roles; the limits of all warps add up to what the block is launched with.
 //
-// 64 heads: warpgroup 0 computes scores and weights, 2 and 3 gather, 1 and 4 add to O, which takes 128 registers of
-// each of their threads: 1 has the left half of the channels, 4 the right one. Behind its role a warpgroup has no more
-// registers than a gathering one: nobody takes registers back before all have met, or a value warpgroup that comes late
-// to a short block would wait for them for ever.
+// 64 heads: warpgroups 0 and 1 load Q, compute scores and weights and add to O, which takes 128 registers of each of
+// their threads; 2 and 3 gather. Behind its role a warpgroup has no more registers than a gathering one: nobody takes
+// registers back before all have met, or an attending warpgroup that comes late to a short block would wait for them
+// for ever.
 inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kConsumerThreads = 2 * kWarpgroupThreads;  // 0 and 1, which load Q
+inline constexpr int kConsumerThreads = 2 * kWarpgroupThreads;
 inline constexpr int kGatherThreads = 2 * kWarpgroupThreads;
-inline constexpr int kTileValueThreads = 2 * kWarpgroupThreads;  // 1 and 4
-inline constexpr int kTileThreads = kConsumerThreads + kGatherThreads + kWarpgroupThreads;
-inline constexpr int kLaunchRegisters = 96;
-inline constexpr int kScoreRegisters = 64;
-inline constexpr int kValueRegisters = 160;
+inline constexpr int kTileThreads = kConsumerThreads + kGatherThreads;
+inline constexpr int kLaunchRegisters = 128;
+inline constexpr int kConsumerRegisters = 208;
 inline constexpr int kGatherRegisters = 48;
 static_assert(kTileThreads * kLaunchRegisters <= 65536 &&
-              kScoreRegisters + 2 * kValueRegisters + 2 * kGatherRegisters <= 5 * kLaunchRegisters);
+              2 * kConsumerRegisters + 2 * kGatherRegisters <= 4 * kLaunchRegisters);
 
 // 8, 16 or 32 heads: four warpgroups compute scores and add to O, one copies rows, one makes weights of scores.
 inline constexpr int kEightHeads = 8;

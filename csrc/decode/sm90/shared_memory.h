@@ -60,22 +60,27 @@ inline constexpr int kResultPitch = kHeadDim + 8;
 inline constexpr int kRing = 6;
 inline constexpr int kRingSlotBytes = kGatherThreads * 16;
 
-// mbarriers. A tile has two halves of 256 channels. Parities: of full, empty and decay_full that of the stage's use, of
-// the others that of the tile, which is its stage.
+// mbarriers, of a stage. A tile has two halves of 256 channels. Parities are those of the stage's use.
 struct Barriers {
   uint64_t full[kStages][2];
   uint64_t empty[kStages][2];
-  uint64_t decay_full[kStages];
-  uint64_t weights_full;
-  uint64_t weights_empty;
+  uint64_t measured[kStages];
+  uint64_t weighed[kStages];
+};
+
+// Of two heads, in log2: the largest score so far, and the unit of the last tile (consume.cuh).
+struct alignas(16) Measured {
+  float top[2];
+  float unit[2];
 };
 
 struct alignas(1024) SharedMemory {
   uint8_t q[kTileBytes];              // 64 heads; heads past the last are zeros
   uint8_t keys[kStages][kTileBytes];  // 64 keys each; keys that are not attended are zeros. Later, results
-  uint8_t weights[kBlockBytes];       // P of a tile, 64 heads x 64 keys of bf16
+  uint8_t weights[kBlockBytes];       // P of a tile, 64 heads x 64 keys of bf16 (attend.cuh)
   uint8_t ring[kRing][kRingSlotBytes];
-  float decay[kStages][kTileHeads];           // what O is multiplied by before P V is added
+  Measured measured[kStages][kTileHeads / 2];
+  float total[kTileHeads];                    // the sums of the weights of warpgroup 1's tiles
   float inverse[kTileHeads];                  // of a head's sum of weights; 0: it has none
   float factor[kTileHeads];                   // of the sink
   float rotation[kRopeDim];                   // (cos, sin) of the row's position

@@ -3,30 +3,31 @@
 // (raw_tiles.cuh); roles and barriers are in the head comments of these files. With 64 (gather.cuh, attend.cuh):
 //
 //   index lists -> cp.async ring -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys
-//   keys -> 1 warpgroup: scores, softmax -> weights, decay -> 2 warpgroups: O = O decay + P V
+//   keys -> 2 attending warpgroups, a tile in turn: scores, softmax -> weights -> both: O = O decay + P V
 //   results in shared memory -> all warps -> partials, or with one split the epilogue and the outputs
 //
 // barrier           who arrives             what becomes true
 // full[stage][h]    gathering threads       half h of the tile's channels is in keys[stage]; h = 1: attended too
-// empty[stage][h]   128 value threads       all products that read half h of keys[stage] are done
-// decay_full[i]     scoring threads         decay[i] is that of the tile in keys[i]
-// weights_full      scoring threads         the tile's P is in shared memory
-// weights_empty     all value threads       its decay has been read, and all products with its P are done
-// kConsumersMeet    warpgroups 0 and 1      Q, normalised and rotated, is in shared memory
-// kRoleEnds + w     warpgroup w: 0, 1, 4    its warps may give registers back
+// empty[stage][h]   attending warpgroup h   all products that read half h of keys[stage] are done
+// measured[stage]   attending warpgroup     measured[stage]: what the scores of the tile there are measured against
+//                     `stage`
+// weighed[stage]    the same                the tile's P is in shared memory
+// kConsumersMeet    warpgroups 0 and 1      first: Q, normalised and rotated, is in shared memory; then: all products
+//                                           are done, warpgroup 1's sums are in shared memory
+// kRoleEnds + w     warpgroup w: 0, 1       its warps may give registers back
 // __syncthreads     all                     results, inverses and factors are in shared memory, registers given back
 //
 // Every thread arrives: what it stored is then ordered before the end of the phase without a barrier of its warp. What
 // ordinary stores left for wgmma, the threads that issue wgmma fence, after their wait: the gathering threads' fence
 // would include their own accesses under way.
 //
-// Shared memory, of 227 KiB. 64 heads: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, decay, masks. 8, 16, 32:
+// Shared memory, of 227 KiB. 64 heads: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, units, masks. 8, 16, 32:
 // four raw tiles 151 (rows 144, scales and their factors 6), scores 17, 9, 17, Q 8, 16, 32, P 2, 4, 8.
 //
-// Registers of a thread. 64 heads: O 128 of 160 in a value warpgroup, scores 32 of 64 in the scoring one, 48 in a
-// gathering one. 32, 16: O 64 of 120, 32 of 104 in a value warp; two sums of scores 32, 16 and operands 32 of 72, 88 in
-// a scoring one; 40 in a copying, 56 in a weighing one. 8: O 8, Q 16 and 32 of a tile's values, of 96 in an attending
-// warp, 48 in the others.
+// Registers of a thread. 64 heads: O 128, scores 32 and P 16 of 208 in an attending warpgroup, 48 in a gathering one,
+// and all are taken. 32, 16: O 64 of 120, 32 of 104 in a value warp; two sums of scores 32, 16 and operands 32 of 72,
+// 88 in a scoring one; 40 in a copying, 56 in a weighing one. 8: O 8, Q 16 and 32 of a tile's values, of 96 in an
+// attending warp, 48 in the others.
 //
 // Nanoseconds a key and SM on an H200, unsplit, one row a SM, 64 heads a block. Parts were measured by leaving the
 // others out; all is what 512 keys more take (128 rows, benchmark/results/h200/sparse_decode.csv):
@@ -89,15 +90,14 @@ __device__ __forceinline__ Start begin(const DecodeParams& p, int warpgroup, Sha
 
 // The beginning of the roles that do not gather: Q in shared memory, by those that load it, and the block's work. What
 // does not depend on the lengths is asked for beside them. `any`: the block has keys.
-__device__ __forceinline__ Work begin_attending(const DecodeParams& p, const Start& start, bool loads_q,
-                                                SharedMemory& shared, bool& any) {
+__device__ __forceinline__ Work begin_attending(const DecodeParams& p, const Start& start, SharedMemory& shared,
+                                                bool& any) {
   const uint32_t q = ptx::shared_address(shared.q);
   const RowLengths lengths = load(start.lengths);
-  query::Position position = {};
-  if (loads_q) position = load_q(p, start.part, q);
+  const query::Position position = load_q(p, start.part, q);
   const Work w = my_work(p, start.part, start.lengths, lengths);
   any = !w.range.empty();
-  if (any && loads_q) finish_q(p, w, position, q);
+  if (any) finish_q(p, w, position, q);
   if (!any) ptx::cp_async_wait();
   return w;
 }
@@ -138,17 +138,10 @@ __global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __
     ptx::setmaxnreg_dec<kGatherRegisters>();
     any = gather(p, start.part, start.lengths, start.guess, shared);
   } else {
-    const Work w = begin_attending(p, start, warpgroup < 2, shared, any);
-    if (warpgroup == 0) {
-      ptx::setmaxnreg_dec<kScoreRegisters>();
-      if (any) attend_scores(p, w, shared);
-      end_role(warpgroup);
-    } else {
-      ptx::setmaxnreg_inc<kValueRegisters>();
-      if (any && warpgroup == 1) attend_values<0>(p, w, shared);
-      if (any && warpgroup == 4) attend_values<1>(p, w, shared);
-      end_role(warpgroup);
-    }
+    const Work w = begin_attending(p, start, shared, any);
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    if (any) attend(p, w, warpgroup, shared);
+    end_role(warpgroup);
   }
 
   write_results(p, any, shared);

@@ -28,22 +28,23 @@ __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d (+)= A B. A: 64 rows of 16 weights. B: 16 rows, 128 channels, the 16 being summed over.
-__device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+// d (+)= A B. A: 64 rows of 16 weights in registers, `a` the thread's four. B: 16 rows, 128 channels, the 16 being
+// summed over.
+__device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], const uint32_t* a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
-      "setp.ne.b32 p, %66, 0;\n"
+      "setp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, 0, 1;\n"
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"
       "}\n"
       : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8), SGL_DSV4_ACC8(d, 16), SGL_DSV4_ACC8(d, 24), SGL_DSV4_ACC8(d, 32),
         SGL_DSV4_ACC8(d, 40), SGL_DSV4_ACC8(d, 48), SGL_DSV4_ACC8(d, 56)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
 // 16 or 32 heads: d (+)= A B^T. A: 64 rows of 16 values in registers, laid out as mma.m16n8k16's (ptx.cuh), 16 rows a
