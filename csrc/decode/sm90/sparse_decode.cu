@@ -33,22 +33,23 @@
 // others out; all is what 512 keys more take (128 rows, benchmark/results/h200/sparse_decode.csv):
 //
 //   device memory        18    584 bytes at 4.27 TB/s over 132 SMs
-//   shared memory        23    tile written 8, ring 9, K 8, V 8, Q 8, P 5, times 128 bytes a cycle
+//   shared memory        21    tile written 8, ring 9, K 8, V 8, Q 8, P 2, times 128 bytes a cycle
 //   tensor cores         16    Q K^T and P V
 //   gather, conversion   19    measured
-//   scores to P V        28    measured
+//   scores to P V        28    measured, with one warpgroup for all scores instead of two
 //   all                  36    measured
 //
-// Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 128 + 512 keys: 1 row, 8 heads (then of
-// converted tiles too) and one tile a block | 128 rows, 64 heads unsplit, where the first copies wait for the device
-// memory:
+// Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 64 heads a block, unsplit, 128 + 512
+// keys: 32 rows | 128 rows, where the first copies wait for the device memory:
 //
-//   index there, row asked for       1000 | 1300      first tile converted               3970 | 8900
-//   first chunk of the row there     1800 | 3000      it is scored, weighed and added    5660 | 13000
-//   Q there                          1300 | 7700      last P V to results in shared memory     250 | 1400
+//   index there, row asked for       1350 | 1630      first tile converted                   4280 | 9220
+//   first chunk of the row there     1990 | 5790      it is scored | and weighed       5910, 7300 | 10790, 11910
+//   Q there                          2720 | 7570      last P V to results in shared memory   2190 | 2090
+//                                                     to outputs written                     4440 | 4490
 //
-// What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2200 cycles), scored (1500
-// to 2000, shared memory is contended), weighed (1300) and added (1000) before it can be filled again.
+// What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2100 cycles), scored
+// (1500, shared memory is contended), weighed (1100) and added by both warpgroups (1000 each, one later than the other)
+// before it can be filled again.
 #include "common/launch.h"
 #include "common/ptx.cuh"
 #include "decode/sm90/attend.cuh"
