@@ -321,6 +321,18 @@ def test_scores_that_overflow(block_heads):
     assert not result.out[1].isnan().any() and not result.lse[1].isnan().any()
 
 
+@pytest.mark.parametrize("size", [2.0**20, 2.0**34, 2.0**60])
+def test_large_scores(block_heads, size):
+    """One key has all the weight, also where neighbouring fp32 scores differ by more than the weights' range."""
+    problem = td.random_problem(3, 64, 64, 64, device=DEVICE, lengths=64, extra_lengths=64, sink=False)
+    problem.q *= size
+    want = td.truth(problem)
+    for splits in (1, 2):
+        result = decode(problem, num_splits=splits)
+        assert td.relative_error(result.out, want.value) <= td.OUTPUT_BOUND, splits
+        torch.testing.assert_close(result.lse.double(), want.lse, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 def test_scores_far_below_the_largest(block_heads, heads):
     """Tiles more than 2^16 below an earlier one, and above a later one: the bound on the unit of a tile."""

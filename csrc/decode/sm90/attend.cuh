@@ -1,14 +1,13 @@
 // The attending warpgroups at 64 heads: S = Q K^T, online softmax in log2, O += P V.
 //
-// Both have the 64 heads as rows, and half of the channels of O each. Warpgroup w computes the scores of tiles w, w +
-// 2,
-// ..., which are those in stage w, and turns them into weights. Its own weights it has in registers, as the operand of
-// its products; the other warpgroup gets them through shared memory, with what they are measured against, thread by
-// thread: both have the same places in a tile. So the scores of one tile are computed while those of the last one
-// become weights.
+// Both have the 64 heads as rows, and half of the channels of O each. Warpgroup w computes the scores of every other
+// tile, those in stage w, and turns them into weights. Its own weights it has in registers, as the operand of its
+// products; the other warpgroup gets them through shared memory, with what they are measured against, thread by thread:
+// both have the same places in a tile. So the scores of one tile are computed while those of the last one become
+// weights.
 //
 // Products stay in flight from P V of the other's tile to the scores of the next: waiting in between costs 5 %, and so
-// does the first half of the scores before P V.
+// does issuing the first half of the scores before P V.
 #pragma once
 
 #include <cmath>
@@ -40,14 +39,18 @@ __device__ __forceinline__ float row_sum(float x) {
 
 // ---- scores and weights ----
 
-// Half of the channels of a tile's scores, when they are there.
+// Starts half of the channels of a tile's scores, once these are there.
 __device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], SharedMemory& shared, int stage, int half,
                                                uint32_t parity) {
   const uint64_t q = operand_descriptor(ptx::shared_address(shared.q));
   const uint64_t keys = operand_descriptor(ptx::shared_address(shared.keys[stage]));
   ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.full[stage][half]), parity);
   ptx::fence_proxy_async();
-  if (half == 0) wgmma_begin(s);
+  if (half == 0) {
+    wgmma_begin(s);
+  } else {
+    wgmma_fence();
+  }
 #pragma unroll
   for (int block = half * kHalfBlocks; block < (half + 1) * kHalfBlocks; ++block) {
 #pragma unroll
@@ -59,13 +62,25 @@ __device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], SharedMem
   wgmma_commit();
 }
 
-// What the scores are still to be multiplied by, once the largest is found. A scale that is not positive changes which
-// one that is, so it is applied at once.
-__device__ __forceinline__ float pending_scale(float (&s)[kScoreRegs], float scale) {
-  if (scale > 0.0f) return scale;
+// The softmax scale is left to the fma that weights begin with, where that does not matter. All return what the scores
+// are still to be multiplied by.
+__device__ __forceinline__ float scale_now(float (&s)[kScoreRegs], float scale) {
 #pragma unroll
   for (int i = 0; i < kScoreRegs; ++i) s[i] *= scale;
   return 1.0f;
+}
+
+// A scale that is not positive changes which score is the largest.
+__device__ __forceinline__ float scale_before_maximum(float (&s)[kScoreRegs], float scale) {
+  return scale > 0.0f ? scale : scale_now(s, scale);
+}
+
+// The fma does not round its product, but the unit is a rounded one: the largest weight is 1 within 2^-8 for units up
+// to 2^16, and lost for some of 2^31. And a product that overflows is NaN, infinity minus infinity, only if it is
+// rounded.
+__device__ __forceinline__ float scale_before_weights(float (&s)[kScoreRegs], float scale, const Measured& measured) {
+  const float most = fmaxf(fabsf(base_of(measured.unit[0])), fabsf(base_of(measured.unit[1])));
+  return most <= 0x1p16f ? scale : scale_now(s, scale);
 }
 
 // Of a thread's two rows.
@@ -112,12 +127,7 @@ struct Softmax {
 
   // Scores -> weights, as an operand in registers (wgmma.cuh).
   __device__ __forceinline__ void weigh(const float (&s)[kScoreRegs], float scale, uint32_t (&weights)[kWeightRegs]) {
-    float base[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      base[r] = base_of(last.unit[r]);
-      if (base[r] == INFINITY) base[r] = NAN;  // the product that overflowed is not rounded here, and would not be NaN
-    }
+    const float base[2] = {base_of(last.unit[0]), base_of(last.unit[1])};
 #pragma unroll
     for (int i = 0; i < kWeightRegs; ++i) {
       const int r = i % 2;
@@ -180,7 +190,7 @@ __device__ __forceinline__ void add_values(Half& o, uint32_t (&weights)[kWeightR
     for (int k = 0; k < kTileKeys / 16; ++k)
       wgmma_m64n128k16(
           o[q], weights + 4 * k,
-          values + descriptor_step(q * (kQuarterChannels / kBlockChannels) * kBlockBytes + k * 2 * kGroupBytes), true);
+          values + descriptor_step(q * (kQuarterChannels / kBlockChannels) * kBlockBytes + k * 2 * kGroupBytes));
   }
   wgmma_commit();
 }
@@ -223,7 +233,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, int
     return operand_descriptor(ptx::shared_address(shared.keys[stage]) + half * kHalfBlocks * kBlockBytes);
   };
   const uint32_t weights_at = weights_place(shared);
-  Half o = {};  // the first tile's decay is 0
+  Half o = {};  // the first tile's decay is 0, and 0 times what a register held may be NaN
   Softmax softmax;
   // A round has the other warpgroup's tile, which warpgroup 0 has none of at first, and the next one, its own, which
   // one of them has none of at last. `parity`: of its own stage.
@@ -249,11 +259,11 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, int
       }
       compute_scores(s, shared, half, 1, parity);
       wgmma_wait<0>(s);
-      const float scale = pending_scale(s, p.scale_log2);
+      const float scale = scale_before_maximum(s, p.scale_log2);
       const float2 decay = softmax.measure(s, shared.attended[half], place.column, scale);
       if (place.column == 0) shared.measured[half][place.pair()] = softmax.last;
       ptx::mbarrier_arrive(ptx::shared_address(&barriers.measured[half]));
-      softmax.weigh(s, scale, weights);
+      softmax.weigh(s, scale_before_weights(s, scale, softmax.last), weights);
       store_weights(weights, weights_at);
       ptx::mbarrier_arrive(ptx::shared_address(&barriers.weighed[half]));
       decay_values(o, decay);

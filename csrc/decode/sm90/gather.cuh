@@ -45,7 +45,8 @@ __device__ __forceinline__ int load_slot_inline(const DecodeParams& p, const Wor
   const Source& source = p.source[keys.extra];
   const int at = keys.begin + key;
   const bool wanted = tile < w.range.end && at < keys.end;
-  return static_cast<int>(ptx::ld_global_if(wanted, source.indices + w.token * source.stride_indices + at, -1));
+  return static_cast<int>(
+      ptx::ld_global_if(wanted, source.indices + w.token * source.stride_indices + at, 0xffffffffu));
 }
 
 // A thread's key in the block's first two tiles if all lengths are full. Which rows these are is asked for beside the
@@ -146,11 +147,9 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
   // Within a channel block a lane fills two neighbouring 16-byte chunks from its 16 codes, and one from each copy of
   // the RoPE part. Odd rows take the two halves of the RoPE part in the other order, so that the 8 lanes of a store
   // phase, an even and an odd row, hit all banks.
-  const int swizzle = key % 8;
   const int odd = key % 2;
-  const int tile_row = key * kRowBytes;
-  const uint32_t code_at = static_cast<uint32_t>(tile_row + ((2 * part) ^ swizzle) * 16);
-  const uint32_t rope_at = static_cast<uint32_t>(tile_row + ((part + 4 * odd) ^ swizzle) * 16);
+  const uint32_t code_at = static_cast<uint32_t>(tile_offset(key, 16 * part));
+  const uint32_t rope_at = static_cast<uint32_t>(tile_offset(key, 8 * (part + 4 * odd)));
 
   // Chunk j of this tile, then of the next, lies in slot j modulo kRing behind that of chunk 0, which in the next tile
   // is half a ring on.

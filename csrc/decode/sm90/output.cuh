@@ -38,7 +38,7 @@ __device__ __forceinline__ float load_sink(const DecodeParams& p, const Part& w,
 }
 
 // Writes the LSE of a head whose weights sum up to `total` in units of 2^unit, and leaves in shared memory what its
-// values are to be multiplied by: the inverse of the sum, 0 for an empty head (a sum is at most 2^16 times the number
+// values are to be multiplied by: the inverse of the sum, 0 for an empty head (a sum is at most 2^17 times the number
 // of keys: no other inverse is 0), and with one split the sink's factor.
 template <typename Shared>
 __device__ __forceinline__ void finish_head(const DecodeParams& p, const Part& w, int head, float unit, float total,

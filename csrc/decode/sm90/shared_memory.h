@@ -4,7 +4,7 @@
 // rows of 128 bytes; in each group of 8 rows (1024 bytes) the eight 16-byte chunks of row r stand in the order chunk ^
 // (r % 8), the "128-byte swizzle" of wgmma. So lie Q, for every number of heads (with 16 or 32 in another order within
 // 64 channels, few_heads.cuh), the keys of 64 heads a block (read along the channels they are K; read across, V), and
-// as one such block P, heads x 64 keys, for all but 8 heads. The keys of 8, 16 or 32 heads stay as the cache has them.
+// as one such block P of 16 or 32 heads, heads x 64 keys. The keys of 8, 16 or 32 heads stay as the cache has them.
 #pragma once
 
 #include <cstdint>

@@ -24,16 +24,16 @@
 // Shared memory, of 227 KiB. 64 heads: Q 64, two tiles 128, P 8, ring 24, and 2 for barriers, units, masks. 8, 16, 32:
 // four raw tiles 151 (rows 144, scales and their factors 6), scores 17, 9, 17, Q 8, 16, 32, P 2, 4, 8.
 //
-// Registers of a thread. 64 heads: O 128, scores 32 and P 16 of 208 in an attending warpgroup, 48 in a gathering one,
-// and all are taken. 32, 16: O 64 of 120, 32 of 104 in a value warp; two sums of scores 32, 16 and operands 32 of 72,
-// 88 in a scoring one; 40 in a copying, 56 in a weighing one. 8: O 8, Q 16 and 32 of a tile's values, of 96 in an
-// attending warp, 48 in the others.
+// Registers of a thread. 64 heads: O 128, scores 32 and P 16 of 208 in an attending warpgroup, 48 in a gathering one;
+// 8 fewer would not do in either. 32, 16: O 64 of 120, 32 of 104 in a value warp; two sums of scores 32, 16 and
+// operands 32 of 72, 88 in a scoring one; 40 in a copying, 56 in a weighing one. 8: O 8, Q 16 and 32 of a tile's
+// values, of 96 in an attending warp, 48 in the others.
 //
 // Nanoseconds a key and SM on an H200, unsplit, one row a SM, 64 heads a block. Parts were measured by leaving the
 // others out; all is what 512 keys more take (128 rows, benchmark/results/h200/sparse_decode.csv):
 //
 //   device memory        18    584 bytes at 4.27 TB/s over 132 SMs
-//   shared memory        21    tile written 8, ring 9, K 8, V 8, Q 8, P 2, times 128 bytes a cycle
+//   shared memory        22    tile written 8, ring 9, K 8, V 8, Q 8, P 2, times 128 bytes a cycle
 //   tensor cores         16    Q K^T and P V
 //   gather, conversion   19    measured
 //   scores to P V        28    measured, with one warpgroup for all scores instead of two
@@ -89,8 +89,8 @@ __device__ __forceinline__ Start begin(const DecodeParams& p, int warpgroup, Sha
   return start;
 }
 
-// The beginning of the roles that do not gather: Q in shared memory, by those that load it, and the block's work. What
-// does not depend on the lengths is asked for beside them. `any`: the block has keys.
+// The beginning of the role that does not gather: Q in shared memory, and the block's work. What does not depend on the
+// lengths is asked for beside them. `any`: the block has keys.
 __device__ __forceinline__ Work begin_attending(const DecodeParams& p, const Start& start, SharedMemory& shared,
                                                 bool& any) {
   const uint32_t q = ptx::shared_address(shared.q);
@@ -103,7 +103,7 @@ __device__ __forceinline__ Work begin_attending(const DecodeParams& p, const Sta
   return w;
 }
 
-// The end of a role that does not gather. PTX ISA, "setmaxnreg": between two of them the warps of a warpgroup meet.
+// The end of the role that does not gather. PTX ISA, "setmaxnreg": between two of them the warps of a warpgroup meet.
 __device__ __forceinline__ void end_role(int warpgroup) {
   ptx::bar_sync(kRoleEnds + warpgroup, kWarpgroupThreads);
   ptx::setmaxnreg_dec<kGatherRegisters>();

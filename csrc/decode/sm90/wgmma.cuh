@@ -1,5 +1,5 @@
 // The tensor core instructions of a warpgroup (sm_90a): products, of operands that descriptors name (shared_memory.h)
-// or, of 16 and 32 heads, the first of which is in registers, and waiting. PTX ISA, "wgmma".
+// and of which the first may be in registers, and waiting. PTX ISA, "wgmma".
 //
 // An accumulator of m64nN is N / 2 registers a thread: with lane l of warp w, row 16 w + l / 4 (+ 8 for the odd pairs),
 // columns 8 j + 2 (l % 4) and the next one: d[4 j], d[4 j + 1] in the upper row, d[4 j + 2], d[4 j + 3] in the lower.
@@ -28,23 +28,19 @@ __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d (+)= A B. A: 64 rows of 16 weights in registers, `a` the thread's four. B: 16 rows, 128 channels, the 16 being
-// summed over.
-__device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], const uint32_t* a, uint64_t b, bool accumulate) {
+// d += A B. A: 64 rows of 16 weights in registers, `a` the thread's four. B: 16 rows, 128 channels, the 16 being summed
+// over.
+__device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], const uint32_t* a, uint64_t b) {
   asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"
-      "}\n"
+      "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
       : SGL_DSV4_ACC8(d, 0), SGL_DSV4_ACC8(d, 8), SGL_DSV4_ACC8(d, 16), SGL_DSV4_ACC8(d, 24), SGL_DSV4_ACC8(d, 32),
         SGL_DSV4_ACC8(d, 40), SGL_DSV4_ACC8(d, 48), SGL_DSV4_ACC8(d, 56)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // 16 or 32 heads: d (+)= A B^T. A: 64 rows of 16 values in registers, laid out as mma.m16n8k16's (ptx.cuh), 16 rows a
@@ -115,10 +111,13 @@ __device__ __forceinline__ void pin(uint32_t (&a)[kCount]) {
 }
 
 // Before the first product that uses registers which ordinary instructions wrote.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 template <int kCount>
 __device__ __forceinline__ void wgmma_begin(float (&d)[kCount]) {
   pin(d);
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  wgmma_fence();
 }
 
 __device__ __forceinline__ void wgmma_commit() {

@@ -41,7 +41,7 @@ struct Work : Part {
 
 // `block_heads`: heads a block, but for the last of a row.
 __device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) {
-  const uint32_t block = ptx::ctaid_x();  // 64 heads ask again at the end: only the scoring role keeps its results
+  const uint32_t block = ptx::ctaid_x();  // 64 heads ask again at the end: only one role keeps its results
   const uint32_t rest = divide(block, p.groups);
   const uint32_t group = block - rest * static_cast<uint32_t>(p.groups.divisor);
   const uint32_t token = divide(rest, p.splits);
