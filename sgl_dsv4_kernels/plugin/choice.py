@@ -15,8 +15,8 @@ FlashMLA's time over ours on an H200, 128 + 512 keys, 8 to 32 heads padded to 64
               16           1.7   1.7   1.7   1.3   1.4   1.7
               64           1.5   1.1   0.9   0.8   0.8   0.9
 
-benchmark/results/h200/sparse_decode.csv, whose least is 1.03, with 128 heads, 96 rows and 1024 extra keys, warm and cold;
-and sparse_decode_triton.csv.
+benchmark/results/h200/sparse_decode.csv, whose least is 1.03 (128 heads, 96 rows, 1024 extra keys; warm and cold), and
+sparse_decode_triton.csv.
 """
 
 from __future__ import annotations
