@@ -118,7 +118,7 @@ struct Softmax {
     float decay[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      decay[r] = ptx::ex2(last.unit[r] - base_of(next.unit[r]));
+      decay[r] = decay_to(last.unit[r], next.unit[r]);
       total[r] *= decay[r];
     }
     last = next;

@@ -57,12 +57,17 @@ __device__ __forceinline__ float base_of(float unit) {
   return unit == kMinusInfinity ? 0.0f : unit;
 }
 
+// What sums in units of 2^unit are multiplied by where scores are measured against `next`.
+__device__ __forceinline__ float decay_to(float unit, float next) {
+  return ptx::ex2(unit - base_of(next));
+}
+
 // Moves a head's largest score so far and the unit of its last tile, both in log2, on to a tile whose largest score is
 // `tile_most`. Returns what earlier sums are multiplied by.
 __device__ __forceinline__ float next_unit(float tile_most, float& top, float& unit) {
   top = fmaxf(top, tile_most);
   const float now = fmaxf(tile_most, top - kUnitRange);
-  const float decay = ptx::ex2(unit - base_of(now));
+  const float decay = decay_to(unit, now);
   unit = now;
   return decay;
 }

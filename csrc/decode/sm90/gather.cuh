@@ -39,7 +39,8 @@ __device__ __forceinline__ int load_slot(const DecodeParams& p, const Work& w, i
   return at < keys.end ? source.indices[w.token * source.stride_indices + at] : -1;
 }
 
-// The same without a branch: between other instructions of a block.
+// The same without a branch, for a place among other instructions. With 8, 16 and 32 heads, where there is no such
+// place, 256 rows take 0.6 to 1 % longer with it.
 __device__ __forceinline__ int load_slot_inline(const DecodeParams& p, const Work& w, int tile, int key) {
   const KeyBlock keys = key_block(w.row, tile);
   const Source& source = p.source[keys.extra];

@@ -98,8 +98,11 @@ __device__ __forceinline__ Work begin_attending(const DecodeParams& p, const Sta
   const query::Position position = load_q(p, start.part, q);
   const Work w = my_work(p, start.part, start.lengths, lengths);
   any = !w.range.empty();
-  if (any) finish_q(p, w, position, q);
-  if (!any) ptx::cp_async_wait();
+  if (any) {
+    finish_q(p, w, position, q);
+  } else {
+    ptx::cp_async_wait();
+  }
   return w;
 }
 
