@@ -1,10 +1,10 @@
 """The decode kernels once, small: what compute-sanitizer is to watch.
 
 Hopper: every number of heads a block with every output, one block of heads and several, split and unsplit, the query's
-norm and RoPE in it likewise, batch invariant. The query kernel. Combine: split counts of each of its variants with
-every output. All that with programmatic dependent launch and without. Triton: a few of its variants, each of which is
-compiled first. Everywhere a second cache, short and empty rows. Run it with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that
-each tensor is an allocation of its own.
+norm and RoPE in it likewise, batch invariant; more blocks than SMs. The query kernel. Combine: split counts of each of
+its variants with every output. All that with programmatic dependent launch and without. Triton: a few of its variants,
+each of which is compiled first. Everywhere a second cache, short and empty rows. Run it with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocation of its own.
 """
 
 from __future__ import annotations
@@ -60,6 +60,20 @@ def sm90(heads: int, block_heads: int) -> None:
     dk.sparse_decode(**given, batch_invariant=True)  # as planned
 
 
+def many_rows(heads: int) -> None:
+    """Of 64 heads a block, more blocks than SMs: rows of three tiles, of one, without keys."""
+    tokens = 2 * sm90_decode.count_sms(DEVICE) * 64 // heads + 5
+    lengths = [(130, 3, 0, 64)[row % 4] for row in range(tokens)]
+    extra_lengths = [(40, 0, 0)[row % 3] for row in range(tokens)]
+    problem = td.random_problem(
+        tokens, heads, 130, 40, lengths=lengths, extra_lengths=extra_lengths, rope=True, device=DEVICE
+    )
+    given = problem.arguments() | problem.options | dict(backend="sm90", num_splits=1)
+    with mock.patch.object(sm90_decode, "cached_plan", return_value=sm90_decode.Plan(64, 1)):
+        dk.sparse_decode(**given)
+        dk.sparse_decode(**given, q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+
+
 def triton() -> None:
     """Batch invariant: the tiles of large batches, which a small one does not take."""
     for heads, options in [
@@ -104,6 +118,9 @@ def main() -> None:
         settings.pdl = pdl
         for heads, block_heads in cases if hopper else ():
             sm90(heads, block_heads)
+        if hopper:
+            many_rows(64)
+            many_rows(128)
         query()
         combine(8)
     combine(128)

@@ -79,12 +79,13 @@ COSTS = {
     32: Cost(6.489, 1.030, 1.648),
     64: Cost(6.837, 0.773, 2.542),
 }
+NEXT_PART_US = 4.0
 COMBINE_US = 1.207
 SMALL_COMBINE_US = 1.222
 SMALL_COMBINE_ROWS = 264
 COMBINE_BYTES_PER_US = 3.060e6
-"""By heads a block; and the combine kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py`
-from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
+"""By heads a block; prologue and output when a block of 64 heads, unsplit, goes on to its next row; and the combine
+kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py` from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
 rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
 21 % too short to 19 % too long. Lists of more than 1152 keys are not measured.
 
@@ -150,7 +151,10 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     splits = min(plan.num_splits, all_tiles)
     blocks = rows * -(-heads // plan.block_heads) * splits
     waves = -(-blocks // sm_count)
-    time = waves * (cost.fixed + cost.crowded * min(1.0, blocks / sm_count) + -(-all_tiles // splits) * cost.tile)
+    first = later = cost.fixed + cost.crowded * min(1.0, blocks / sm_count)
+    if plan.block_heads == 64 and plan.num_splits == 1:
+        later = NEXT_PART_US
+    time = first + (waves - 1) * later + waves * -(-all_tiles // splits) * cost.tile
     if plan.num_splits > 1:
         time += SMALL_COMBINE_US if rows * heads <= SMALL_COMBINE_ROWS else COMBINE_US
         time += splits * rows * heads * HEAD_DIM * 4 / COMBINE_BYTES_PER_US

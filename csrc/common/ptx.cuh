@@ -259,6 +259,11 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// 4 bytes; they may stay in the L1 too.
+__device__ __forceinline__ void cp_async_4(uint32_t address, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+}
+
 // Waits for all of this thread's cp.async.
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -323,6 +328,59 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   while (!mbarrier_try_wait(barrier, parity)) {
   }
 #endif
+}
+
+// The same, and the phase does not end before `bytes` more have been copied.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// PTX ISA, "cp.async.bulk.prefetch.L2": `bytes` of the global memory into the L2, both multiples of 16.
+__device__ __forceinline__ void prefetch_l2(const void* address, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
+
+// ---- boxes of a tensor: the copy engine ----
+
+// Where a box of a tensor of four dimensions begins, the fastest dimension first.
+struct BoxAt {
+  int at[4];
+};
+
+// PTX ISA, "cp.async.bulk.tensor": a box of the tensor into shared memory at `address`, zeros outside the tensor; its
+// bytes count for `barrier`.
+__device__ __forceinline__ void load_box(uint32_t address, const void* map, const BoxAt& box, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(address),
+      "l"(map), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(barrier)
+      : "memory");
+}
+// From shared memory to the tensor, nothing outside it.
+__device__ __forceinline__ void store_box(const void* map, const BoxAt& box, uint32_t address) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
+               "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// This thread's stores have read what they store.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// They are done.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// PTX ISA, "stmatrix": four 8 x 8 matrices of 16 bits; lane l has two columns of row l / 4 of each, and the address of
+// row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
 }
 
 // ---- arithmetic ----

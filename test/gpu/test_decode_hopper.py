@@ -134,6 +134,76 @@ def test_reruns(block_heads):
             assert torch.equal(again.lse, first.lse)
 
 
+def rows_of(arguments: dict, first: int, last: int) -> dict:
+    """The same call for a few of its rows."""
+    given = dict(arguments)
+    for name in ("q", "indices", "topk_length", "extra_indices", "extra_topk_length"):
+        if given.get(name) is not None:
+            given[name] = given[name][first:last]
+    for name in ("inverse_rope", "q_rope"):
+        if given.get(name) is not None:
+            freqs, positions = given[name]
+            given[name] = freqs, positions[first:last]
+    return given
+
+
+def mixed_rows(tokens: int, heads: int) -> td.Problem:
+    """Rows of no keys, of one tile, of odd and even numbers of tiles, in turn and anywhere."""
+    generator = torch.Generator().manual_seed(tokens + heads)
+    lengths = torch.randint(0, 129, (tokens,), generator=generator)
+    extra_lengths = torch.randint(0, 513, (tokens,), generator=generator)
+    for every, length, extra_length in ((7, 0, 0), (11, 1, 0), (13, 0, 64), (17, 128, 512)):
+        lengths[::every], extra_lengths[::every] = length, extra_length
+    lengths[tokens // 2 : tokens // 2 + 5] = extra_lengths[tokens // 2 : tokens // 2 + 5] = 0
+    return td.random_problem(
+        tokens, heads, 128, 512, rope=True, device=DEVICE, lengths=lengths, extra_lengths=extra_lengths, seed=heads
+    )
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("tokens", [67, 133, 300, 1000])
+@pytest.mark.parametrize("fused", [False, True])
+def test_more_blocks_than_sms(monkeypatch, heads, tokens, fused):
+    """A row is the same bits among many, of which a block takes one after the other, and among few; and every time.
+
+    `fused`: with the query's norm and RoPE.
+    """
+    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(64, 1))
+    problem = mixed_rows(tokens, heads)
+    given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
+    if fused:
+        given |= dict(q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+    result = dk.sparse_decode(**given)
+    if not fused:
+        check(result, td.truth(problem), "truth")
+    for first in range(0, tokens, 60):
+        few = dk.sparse_decode(**rows_of(given, first, first + 60))
+        assert torch.equal(result.out[first : first + 60], few.out), first
+        assert torch.equal(result.lse[first : first + 60], few.lse), first
+    for _ in range(3):
+        again = dk.sparse_decode(**given)
+        assert torch.equal(result.out, again.out)
+        assert torch.equal(result.lse, again.lse)
+
+
+@pytest.mark.parametrize("shift", [1, 8])
+def test_more_blocks_than_sms_into_views(monkeypatch, shift):
+    """Queries and outputs between others, whose vectors start anywhere; not a byte beside the outputs is written."""
+    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(64, 1))
+    problem = mixed_rows(200, 64)
+    given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
+    want = dk.sparse_decode(**given)
+    q = torch.full((201, 66, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    wide = torch.full_like(q, 7.0)
+    inner = (slice(0, 200), slice(1, 65), slice(shift, shift + 512))
+    q[inner] = problem.q
+    got = dk.sparse_decode(**(given | dict(q=q[inner])), out=wide[inner])
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+    wide[inner] = 7.0
+    assert (wide == 7.0).all()
+
+
 def test_chains_of_programmatic_launches(block_heads, monkeypatch):
     """Store, decode, combine, again and again, large and small grids in turn: the same bits as one after the other."""
     steps, most, page_size, heads = 60, 48, 64, 64

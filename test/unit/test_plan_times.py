@@ -21,6 +21,7 @@ from plan_times import Plan, Time  # noqa: E402
 from sgl_dsv4_kernels import sm90_decode  # noqa: E402
 
 OURS = {f"{field}_{n}": getattr(cost, field) for n, cost in sm90_decode.COSTS.items() for field in cost._fields} | {
+    "next_part": sm90_decode.NEXT_PART_US,
     "small_combine": sm90_decode.SMALL_COMBINE_US,
     "combine": sm90_decode.COMBINE_US,
     "partials": 1 / sm90_decode.COMBINE_BYTES_PER_US,

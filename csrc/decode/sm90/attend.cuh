@@ -40,7 +40,7 @@ __device__ __forceinline__ float row_sum(float x) {
 // ---- scores and weights ----
 
 // Starts half of the channels of a tile's scores, once these are there.
-__device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], SharedMemory& shared, int stage, int half,
+__device__ __forceinline__ void compute_scores(float (&s)[kScoreRegs], TileMemory& shared, int stage, int half,
                                                uint32_t parity) {
   const uint64_t q = operand_descriptor(ptx::shared_address(shared.q));
   const uint64_t keys = operand_descriptor(ptx::shared_address(shared.keys[stage]));
@@ -144,8 +144,8 @@ inline constexpr int kWeightVectors = kWeightRegs / 4;
 inline constexpr int kWeightStep = kWarpgroupThreads * 16;
 static_assert(kWeightVectors * kWeightStep == kBlockBytes);
 
-__device__ __forceinline__ uint32_t weights_place(SharedMemory& shared) {
-  return ptx::shared_address(shared.weights) + static_cast<uint32_t>(threadIdx.x) % kWarpgroupThreads * 16;
+__device__ __forceinline__ uint32_t weights_place(const TileMemory& shared, int thread) {
+  return ptx::shared_address(shared.weights) + static_cast<uint32_t>(thread) % kWarpgroupThreads * 16;
 }
 
 __device__ __forceinline__ void store_weights(const uint32_t (&weights)[kWeightRegs], uint32_t at) {
@@ -203,6 +203,65 @@ __device__ __forceinline__ void added(Half& o, uint32_t (&weights)[kWeightRegs])
   pin(weights);
 }
 
+// ---- a tile ----
+
+// Of one warpgroup: which half of the channels it has, and the places of its threads.
+struct Attending {
+  TileMemory& shared;
+  int half, there;
+  Place place;
+  uint32_t weights_at;
+
+  __device__ __forceinline__ Attending(TileMemory& shared, int half, int thread)
+      : shared(shared),
+        half(half),
+        there(1 - half),
+        place(place_of(thread)),
+        weights_at(weights_place(shared, thread)) {}
+
+  __device__ __forceinline__ uint64_t values(int stage) const {
+    return operand_descriptor(ptx::shared_address(shared.keys[stage]) + half * kHalfBlocks * kBlockBytes);
+  }
+
+  // The other warpgroup's tile has been measured.
+  __device__ __forceinline__ void follow_other(Half& o, Softmax& softmax, uint32_t parity) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.measured[there]), parity);
+    decay_values(o, softmax.follow(shared.measured[there][place.pair()]));
+  }
+
+  // Starts O += P V of it.
+  __device__ __forceinline__ void add_other(Half& o, uint32_t (&weights)[kWeightRegs], uint32_t parity) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.weighed[there]), parity);
+    load_weights(weights, weights_at);
+    ptx::fence_proxy_async();  // the tile is there, or it would not have been scored
+    add_values(o, weights, values(there));
+  }
+
+  // Its own tile, whose scores are there: weights, for both. Returns what O is to be multiplied by.
+  __device__ __forceinline__ float2 weigh(uint32_t (&weights)[kWeightRegs], Softmax& softmax, float (&s)[kScoreRegs],
+                                          float scale_log2) const {
+    const float scale = scale_before_maximum(s, scale_log2);
+    const float2 decay = softmax.measure(s, shared.attended[half], place.column, scale);
+    if (place.column == 0) shared.measured[half][place.pair()] = softmax.last;
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.barriers.measured[half]));
+    softmax.weigh(s, scale_before_weights(s, scale, softmax.last), weights);
+    store_weights(weights, weights_at);
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.barriers.weighed[half]));
+    return decay;
+  }
+
+  // Starts O += P V of it.
+  __device__ __forceinline__ void add_own(Half& o, uint32_t (&weights)[kWeightRegs], float2 decay) const {
+    decay_values(o, decay);
+    add_values(o, weights, values(half));
+  }
+
+  // This warpgroup's products with a tile are done.
+  __device__ __forceinline__ void release(int stage) const {
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.barriers.empty[stage][half]));
+  }
+};
+
 // This warpgroup's half of O into shared memory, where the keys were.
 __device__ __forceinline__ void stage_results(const Half& o, const Place& place, int half, uint32_t results) {
 #pragma unroll
@@ -222,17 +281,12 @@ __device__ __forceinline__ void stage_results(const Half& o, const Place& place,
 // Leaves in shared memory the results and what they are to be multiplied by, and writes the LSEs. `half`: which
 // warpgroup this is, and which half of the channels it has.
 __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, int half, SharedMemory& shared) {
-  const Place place = my_place();
-  Barriers& barriers = shared.barriers;
+  const Attending me(shared, half, static_cast<int>(threadIdx.x));
+  const Place& place = me.place;
   if (half == 1 && p.o_accum == nullptr)
     load_rotation(p.finish, w, static_cast<int>(threadIdx.x) % kWarpgroupThreads, shared.rotation);
 
   const int tiles = w.range.end - w.range.begin;
-  const int there = 1 - half;
-  const auto values = [&](int stage) {
-    return operand_descriptor(ptx::shared_address(shared.keys[stage]) + half * kHalfBlocks * kBlockBytes);
-  };
-  const uint32_t weights_at = weights_place(shared);
   Half o = {};  // the first tile's decay is 0, and 0 times what a register held may be NaN
   Softmax softmax;
   // A round has the other warpgroup's tile, which warpgroup 0 has none of at first, and the next one, its own, which
@@ -242,35 +296,22 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, int
   for (int own = half; own <= tiles; own += 2) {
     uint32_t weights[kWeightRegs];
     if (own > 0) {
-      const uint32_t parity_there = parity ^ static_cast<uint32_t>(there == 1);
-      ptx::mbarrier_wait(ptx::shared_address(&barriers.measured[there]), parity_there);
-      decay_values(o, softmax.follow(shared.measured[there][place.pair()]));
-      ptx::mbarrier_wait(ptx::shared_address(&barriers.weighed[there]), parity_there);
-      load_weights(weights, weights_at);
-      ptx::fence_proxy_async();  // the tile is there, or it would not have been scored
-      add_values(o, weights, values(there));
+      me.follow_other(o, softmax, parity ^ static_cast<uint32_t>(me.there == 1));
+      me.add_other(o, weights, parity ^ static_cast<uint32_t>(me.there == 1));
     }
     if (own < tiles) {
       float s[kScoreRegs] = {};
       compute_scores(s, shared, half, 0, parity);
       if (own > 0) {
         added<1>(o, weights);
-        ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[there][half]));
+        me.release(me.there);
       }
       compute_scores(s, shared, half, 1, parity);
       wgmma_wait<0>(s);
-      const float scale = scale_before_maximum(s, p.scale_log2);
-      const float2 decay = softmax.measure(s, shared.attended[half], place.column, scale);
-      if (place.column == 0) shared.measured[half][place.pair()] = softmax.last;
-      ptx::mbarrier_arrive(ptx::shared_address(&barriers.measured[half]));
-      softmax.weigh(s, scale_before_weights(s, scale, softmax.last), weights);
-      store_weights(weights, weights_at);
-      ptx::mbarrier_arrive(ptx::shared_address(&barriers.weighed[half]));
-      decay_values(o, decay);
-      add_values(o, weights, values(half));
+      me.add_own(o, weights, me.weigh(weights, softmax, s, p.scale_log2));
     }
     added<0>(o, weights);
-    if (own < tiles) ptx::mbarrier_arrive(ptx::shared_address(&barriers.empty[half][half]));
+    if (own < tiles) me.release(half);
     parity ^= 1;
   }
 

@@ -34,8 +34,8 @@ struct Place {
   }
 };
 
-__device__ __forceinline__ Place my_place() {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
+__device__ __forceinline__ Place place_of(int block_thread) {
+  const int thread = block_thread % kWarpgroupThreads;
   return {thread / 32 * 16 + thread % 32 / 4, thread % 4 * 2};
 }
 
@@ -126,9 +126,9 @@ __device__ __forceinline__ query::Position load_q(const DecodeParams& p, const P
 }
 
 // As the copies arrive; zeros past the last head stay zeros.
-__device__ __forceinline__ void normalise_q(const DecodeParams& p, const Work& w, uint32_t q) {
+__device__ __forceinline__ void normalise_q(const DecodeParams& p, const Part& w, uint32_t q, int thread) {
   constexpr int kRounds = kTileHeads / (kHeadsAtOnce * kConsumerWarps);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = thread / 32, lane = thread % 32;
 #pragma unroll 1
   for (int first = warp; first < w.heads; first += kHeadsAtOnce * kConsumerWarps) {
     ptx::cp_async_wait_but<kRounds - 1>();
@@ -149,9 +149,9 @@ __device__ __forceinline__ void normalise_q(const DecodeParams& p, const Work& w
 }
 
 // Four heads of a warp at once, eight lanes each.
-__device__ __forceinline__ void rotate_q(const Work& w, uint32_t q, const query::Factors& factors) {
+__device__ __forceinline__ void rotate_q(const Part& w, uint32_t q, const query::Factors& factors, int thread) {
   constexpr int kStep = 32 / query::kRopeVectors * kConsumerWarps;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = thread / 32, lane = thread % 32;
   const int first = warp + lane / query::kRopeVectors * kConsumerWarps;
   __syncwarp();  // what the warp's other lanes have copied and normalised is in shared memory
 #pragma unroll
@@ -170,9 +170,9 @@ __device__ __forceinline__ void finish_q(const DecodeParams& p, const Work& w, q
   query::Factors factors = {};
   if (p.query.freqs_cis != nullptr)
     factors = query::load_factors<false>(p.query, position, static_cast<int>(threadIdx.x) % query::kRopeVectors);
-  if (p.query.has_norm) normalise_q(p, w, q);
+  if (p.query.has_norm) normalise_q(p, w, q, static_cast<int>(threadIdx.x));
   ptx::cp_async_wait();
-  if (p.query.freqs_cis != nullptr) rotate_q(w, q, factors);
+  if (p.query.freqs_cis != nullptr) rotate_q(w, q, factors, static_cast<int>(threadIdx.x));
   ptx::fence_proxy_async();
   consumers_meet();
 }

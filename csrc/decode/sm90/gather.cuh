@@ -39,8 +39,7 @@ __device__ __forceinline__ int load_slot(const DecodeParams& p, const Work& w, i
   return at < keys.end ? source.indices[w.token * source.stride_indices + at] : -1;
 }
 
-// The same without a branch, for a place among other instructions. With 8, 16 and 32 heads, where there is no such
-// place, 256 rows take 0.6 to 1 % longer with it.
+// The same without a branch: between other instructions of a block.
 __device__ __forceinline__ int load_slot_inline(const DecodeParams& p, const Work& w, int tile, int key) {
   const KeyBlock keys = key_block(w.row, tile);
   const Source& source = p.source[keys.extra];
@@ -57,8 +56,8 @@ struct Guess {
   const int32_t* at[2];  // where the indices lie; nullptr: there is no such key
 };
 
-__device__ __forceinline__ int gather_key() {
-  return (static_cast<int>(threadIdx.x) - kConsumerThreads) / kLanesPerKey;
+__device__ __forceinline__ int gather_key(int thread) {
+  return (thread - kConsumerThreads) / kLanesPerKey;
 }
 
 __device__ __forceinline__ Guess guess_keys(const DecodeParams& p, const Part& part, int key) {
@@ -135,41 +134,54 @@ __device__ __forceinline__ void multiply_shared(uint32_t address, uint32_t facto
   ptx::st_shared(address, times(v, factor));
 }
 
-// Returns whether the block has keys.
-__device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block, const Lengths& lengths_at,
-                                       const Guess& guess, SharedMemory& shared) {
-  const FirstLoads first = load_first(guess, lengths_at);
+// A gathering thread.
+struct Gathering {
+  const DecodeParams& p;
+  TileMemory& shared;
+  int lane, warp;
+  int part, key;  // which quarter of which row of a tile
+  int odd;
+  uint32_t code_at, rope_at;
+  uint32_t ring, other;
+  Row row = {}, next = {};  // in this tile and in the one behind it
+  uint2 scales;
+  uint4 raw;
+  int stage = 0;
+  uint32_t phase = 0;
 
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = (static_cast<int>(threadIdx.x) - kConsumerThreads) / 32;
-  const int part = lane % kLanesPerKey;
-  const int key = gather_key();
+  __device__ __forceinline__ Gathering(const DecodeParams& p, TileMemory& shared, int thread) : p(p), shared(shared) {
+    lane = thread & 31;
+    warp = (thread - kConsumerThreads) / 32;
+    part = lane % kLanesPerKey;
+    key = gather_key(thread);
 
-  // Within a channel block a lane fills two neighbouring 16-byte chunks from its 16 codes, and one from each copy of
-  // the RoPE part. Odd rows take the two halves of the RoPE part in the other order, so that the 8 lanes of a store
-  // phase, an even and an odd row, hit all banks.
-  const int odd = key % 2;
-  const uint32_t code_at = static_cast<uint32_t>(tile_offset(key, 16 * part));
-  const uint32_t rope_at = static_cast<uint32_t>(tile_offset(key, 8 * (part + 4 * odd)));
+    // Within a channel block a lane fills two neighbouring 16-byte chunks from its 16 codes, and one from each copy of
+    // the RoPE part. Odd rows take the two halves of the RoPE part in the other order, so that the 8 lanes of a store
+    // phase, an even and an odd row, hit all banks.
+    odd = key % 2;
+    code_at = static_cast<uint32_t>(tile_offset(key, 16 * part));
+    rope_at = static_cast<uint32_t>(tile_offset(key, 8 * (part + 4 * odd)));
 
-  // Chunk j of this tile, then of the next, lies in slot j modulo kRing behind that of chunk 0, which in the next tile
-  // is half a ring on.
-  constexpr int kPart = kRing / 2;
+    // Chunk j of this tile, then of the next, lies in slot j modulo kRing behind that of chunk 0, which in the next
+    // tile is half a ring on.
+    ring = ptx::shared_address(shared.ring) + (thread - kConsumerThreads) * 16;
+    other = ring + kPart * kRingSlotBytes;
+  }
+
+  static constexpr int kPart = kRing / 2;
   static_assert(kChunks % kRing == kPart);
-  uint32_t ring = ptx::shared_address(shared.ring) + (static_cast<int>(threadIdx.x) - kConsumerThreads) * 16;
-  uint32_t other = ring + kPart * kRingSlotBytes;
-  const auto slot_of = [&](int j) {
-    return (j / kPart % 2 == 0 ? ring : other) + static_cast<uint32_t>(j % kPart * kRingSlotBytes);
-  };
 
-  const auto my_part_of = [&](const Source& source, int slot) {
-    Row row = locate(source, slot);
-    row.data += part * 16;
-    return row;
-  };
-  Row row = my_part_of(p.source[guess.keys[0].extra], first.slots[0]);
-  Row next = {};
-  const auto fetch = [&](int j, uint32_t slot) {
+  __device__ __forceinline__ uint32_t slot_of(int j) const {
+    return (j / kPart % 2 == 0 ? ring : other) + static_cast<uint32_t>(j % kPart * kRingSlotBytes);
+  }
+
+  __device__ __forceinline__ Row my_part_of(const Source& source, int slot) const {
+    Row mine = locate(source, slot);
+    mine.data += part * 16;
+    return mine;
+  }
+
+  __device__ __forceinline__ void fetch(int j, uint32_t slot) const {
     const Row& from = j < kChunks ? row : next;
     const int chunk = j % kChunks;
     const uint8_t* at = from.data + chunk * kChunkBytes;
@@ -177,45 +189,45 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     if (chunk == kNumScales + 1) at -= odd * kChunkBytes;
     ptx::cp_async_16_if(from.attended, slot, at);
     ptx::cp_async_commit();
-  };
+  }
 
   // The ring's first chunks: as guessed, then as the lengths say. Either way the last kRing groups of copies are those
   // of the right row.
-  uint2 scales;
-  const auto begin_row = [&] {
+  __device__ __forceinline__ void begin_row(const Source& source, int slot) {
+    row = my_part_of(source, slot);
     scales = ptx::ld_global_v2_if(row.attended, row.scales);
 #pragma unroll
     for (int j = 0; j < kRing; ++j) fetch(j, slot_of(j));
-  };
-  begin_row();
-  const Work w = my_work(p, block, lengths_at, first.lengths);
-  if (w.range.empty()) {
-    ptx::cp_async_wait();
-    return false;
   }
-  const FirstRow actual = check_first(p, w, guess, first, key);
-  if (actual.other) {
-    row = my_part_of(p.source[actual.extra], actual.slot);
-    ptx::cp_async_wait();  // the guessed row lands in the same slots
-    begin_row();
-  }
-  int next_slot = first_slot(p, w, guess, 1, first.slots[1], key);
-  ptx::cp_async_wait_but<kRing - 1>();
-  uint4 raw = ptx::ld_shared(slot_of(0));
 
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int tile = w.range.begin; tile < w.range.end; ++tile) {
+  __device__ __forceinline__ void read_first() {
+    ptx::cp_async_wait_but<kRing - 1>();
+    raw = ptx::ld_shared(slot_of(0));
+  }
+
+  // What lies where the guess said is on its way, before the lengths are known. Returns the part's work.
+  __device__ __forceinline__ Work begin(const Part& block, const Lengths& lengths_at, const Guess& guess,
+                                        const FirstLoads& first) {
+    begin_row(p.source[guess.keys[0].extra], first.slots[0]);
+    return my_work(p, block, lengths_at, first.lengths);
+  }
+
+  // As the lengths say.
+  __device__ __forceinline__ void correct(const Work& w, const Guess& guess, const FirstLoads& first) {
+    const FirstRow actual = check_first(p, w, guess, first, key);
+    if (actual.other) {
+      ptx::cp_async_wait();  // the guessed row lands in the same slots
+      begin_row(p.source[actual.extra], actual.slot);
+    }
+  }
+
+  // Converts a tile. `look_ahead` finds `next` and asks for its scales.
+  template <typename LookAhead>
+  __device__ __forceinline__ void take_tile(const LookAhead& look_ahead) {
     // The vote is here, not where its result is used, because the assembler has one scoreboard for all loads that a
     // loop carries into its next round: the last round's scales are to be waited for before this round's loads start.
     const uint2 now = scales;
     const bool large_scale = __any_sync(0xffffffffu, has_large_scale(now));
-    // Behind the wait for room, among the conversions, whose waits it fills.
-    const auto look_ahead = [&] {
-      next = my_part_of(p.source[tile + 1 >= w.row.main_blocks], next_slot);
-      next_slot = load_slot_inline(p, w, tile + 2, key);
-      scales = ptx::ld_global_v2_if(next.attended, next.scales);
-    };
 
     const uint32_t keys_at = ptx::shared_address(shared.keys[stage]);
     const uint32_t even_chunk = keys_at + code_at;
@@ -248,7 +260,7 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
         if (j == begin) ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.empty[stage][half]), phase ^ 1);
         ptx::st_shared(even_chunk + j * kBlockBytes, even);
         ptx::st_shared(odd_chunk + j * kBlockBytes, odd);
-        if (j == 0) look_ahead();
+        if (j == 0) look_ahead();  // behind the wait for room, among the conversions, whose waits it fills
       }
       if (large_scale) {
 #pragma unroll 1
@@ -278,6 +290,28 @@ __device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block,
     other = swap;
     stage ^= 1;
     phase ^= stage == 0;
+  }
+};
+
+// A part. Returns whether it has keys.
+__device__ __forceinline__ bool gather(const DecodeParams& p, const Part& block, const Lengths& lengths_at,
+                                       const Guess& guess, TileMemory& shared) {
+  const FirstLoads first = load_first(guess, lengths_at);
+  Gathering g(p, shared, static_cast<int>(threadIdx.x));
+  const Work w = g.begin(block, lengths_at, guess, first);
+  if (w.range.empty()) {
+    ptx::cp_async_wait();
+    return false;
+  }
+  g.correct(w, guess, first);
+  int next_slot = first_slot(p, w, guess, 1, first.slots[1], g.key);
+  g.read_first();
+  for (int tile = w.range.begin; tile < w.range.end; ++tile) {
+    g.take_tile([&] {
+      g.next = g.my_part_of(p.source[tile + 1 >= w.row.main_blocks], next_slot);
+      next_slot = load_slot_inline(p, w, tile + 2, g.key);
+      g.scales = ptx::ld_global_v2_if(g.next.attended, g.next.scales);
+    });
   }
   ptx::cp_async_wait();
   return true;

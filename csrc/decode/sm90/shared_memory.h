@@ -74,20 +74,41 @@ struct alignas(16) Measured {
   float unit[2];
 };
 
-struct alignas(1024) SharedMemory {
+// What the warpgroups share of a block's tiles, 64 heads.
+struct TileMemory {
   uint8_t q[kTileBytes];              // 64 heads; heads past the last are zeros
   uint8_t keys[kStages][kTileBytes];  // 64 keys each; keys that are not attended are zeros. Later, results
   uint8_t weights[kBlockBytes];       // P of a tile, 64 heads x 64 keys of bf16 (attend.cuh)
   uint8_t ring[kRing][kRingSlotBytes];
   Measured measured[kStages][kTileHeads / 2];
-  float total[kTileHeads];                    // the sums of the weights of warpgroup 1's tiles
-  float inverse[kTileHeads];                  // of a head's sum of weights; 0: it has none
-  float factor[kTileHeads];                   // of the sink
-  float rotation[kRopeDim];                   // (cos, sin) of the row's position
   uint32_t attended[kStages][kTileKeys / 8];  // word w: bit 4 i belongs to key 8 w + i
   Barriers barriers;
 };
+
+// A block that has one part.
+struct alignas(1024) SharedMemory : TileMemory {
+  float total[kTileHeads];    // the sums of the weights of warpgroup 1's tiles
+  float inverse[kTileHeads];  // of a head's sum of weights; 0: it has none
+  float factor[kTileHeads];   // of the sink
+  float rotation[kRopeDim];   // (cos, sin) of the row's position
+};
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
+
+// What is asked for before a part's turn.
+struct Coming {
+  uint32_t lengths[2];   // of the lists
+  uint32_t position[2];  // low and, of an int64, high word
+};
+
+// A block that takes one part after the other (many_parts.cuh).
+struct alignas(1024) PartsMemory : TileMemory {
+  float total[2][kTileHeads];  // the sums of the weights of each warpgroup's tiles
+  float sinks[kTileHeads];     // in the natural log; -inf: none
+  float rotation[kRopeDim];    // (cos, sin) of the row's position
+  Coming coming;
+  uint64_t q_full;
+};
+static_assert(sizeof(PartsMemory) <= 227 * 1024);
 static_assert(kTileHeads * kResultPitch * 4 <= kStages * kTileBytes + kBlockBytes);
 
 // ---- 8, 16 or 32 heads: raw tiles ----

@@ -1,6 +1,7 @@
 // The Hopper decode kernels, warp-specialised: a block has one row, one split and 64, 32, 16 or 8 heads. With 8
 // (eight_heads.cuh), 16 and 32 (few_heads.cuh) a tile's rows stay in shared memory as the cache has them
-// (raw_tiles.cuh); roles and barriers are in the head comments of these files. With 64 (gather.cuh, attend.cuh):
+// (raw_tiles.cuh); roles and barriers are in the head comments of these files. With 64 (gather.cuh, attend.cuh), of
+// which there is a kernel whose blocks take one row after the other too (many_parts.cuh):
 //
 //   index lists -> cp.async ring -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys
 //   keys -> 2 attending warpgroups, a tile in turn: scores, softmax -> weights -> both: O = O decay + P V
@@ -52,10 +53,12 @@
 // before it can be filled again.
 #include "common/launch.h"
 #include "common/ptx.cuh"
+#include "common/tensor_map.h"
 #include "decode/sm90/attend.cuh"
 #include "decode/sm90/eight_heads.cuh"
 #include "decode/sm90/few_heads.cuh"
 #include "decode/sm90/gather.cuh"
+#include "decode/sm90/many_parts.cuh"
 #include "decode/sm90/output.cuh"
 #include "decode/sm90/raw_tiles.cuh"
 #include "decode/sm90/sparse_decode.h"
@@ -82,7 +85,7 @@ __device__ __forceinline__ Start begin(const DecodeParams& p, int warpgroup, Sha
   Start start;
   start.part = my_part(p, kTileHeads);
   start.lengths = find_lengths(p, start.part);
-  if (gathers(warpgroup)) start.guess = guess_keys(p, start.part, gather_key());
+  if (gathers(warpgroup)) start.guess = guess_keys(p, start.part, gather_key(static_cast<int>(threadIdx.x)));
   for (const int32_t*& at : start.lengths.at) ptx::keep(at);
   __syncthreads();
   ptx::griddepcontrol_wait();
@@ -149,6 +152,28 @@ __global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __
   }
 
   write_results(p, any, shared);
+}
+
+// A block takes one part after the other.
+__global__ void __launch_bounds__(kTileThreads, 1) many_parts_kernel(const __grid_constant__ PartsParams p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  PartsMemory& shared = *reinterpret_cast<PartsMemory*>(shared_bytes);
+  const int warpgroup = my_warpgroup();
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    init_barriers(shared.barriers);
+    ptx::mbarrier_init(ptx::shared_address(&shared.q_full), 1);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (gathers(warpgroup)) {
+    ptx::setmaxnreg_dec<kGatherRegisters>();
+    gather_parts(p, shared);
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    ptx::griddepcontrol_wait();
+    attend_parts(p, warpgroup, shared);
+  }
 }
 
 // ---- 8, 16 or 32 heads a block ----
@@ -232,8 +257,40 @@ cudaError_t raise_shared_memory_limits() {
           err != cudaSuccess)
         return err;
     }
-    return cudaSuccess;
+    return cudaFuncSetAttribute(many_parts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(sizeof(PartsMemory)));
   });
+}
+
+// By blocks that take one part after the other: if there are more parts than SMs, of what many_parts.cuh takes, and the
+// driver has tensor maps. `taken`: it was launched.
+cudaError_t launch_many_parts(const DecodeParams& p, int64_t parts, bool pdl, cudaStream_t stream, bool* taken) {
+  const CombineParams& f = p.finish;
+  const bool aligned =
+      p.q_is_aligned &&
+      ((reinterpret_cast<uint64_t>(f.out) | static_cast<uint64_t>(f.stride_out_token | f.stride_out_head) * 2) & 15) ==
+          0;
+  if (p.o_accum != nullptr || f.output != OutputKind::kBf16 || f.amax != nullptr || !aligned) return cudaSuccess;
+  DeviceFacts facts;
+  if (cudaError_t err = device_facts(&facts); err != cudaSuccess) return err;
+  if (parts <= facts.sm_count) return cudaSuccess;
+  PartsParams params;
+  params.decode = p;
+  params.num_parts = static_cast<uint32_t>(parts);
+  const auto rows = [&](void* base, int64_t head, int64_t token) {
+    return Tensor4{
+        base,
+        {kBlockChannels, static_cast<cuuint64_t>(p.num_heads), kChannelBlocks, static_cast<cuuint64_t>(p.num_tokens)},
+        {static_cast<cuuint64_t>(head) * 2, kRowBytes, static_cast<cuuint64_t>(token) * 2}};
+  };
+  if (make_tensor_map(&params.q, rows(const_cast<void*>(p.q), p.stride_q_head, p.stride_q_token),
+                      {kBlockChannels, kTileHeads, kChannelBlocks, 1}) != cudaSuccess ||
+      make_tensor_map(&params.out, rows(f.out, f.stride_out_head, f.stride_out_token),
+                      {kBlockChannels, kWarpHeads, kHalfBlocks, 1}) != cudaSuccess)
+    return cudaSuccess;
+  *taken = true;
+  return launch_kernel(many_parts_kernel, dim3(static_cast<uint32_t>(facts.sm_count)), dim3(kTileThreads),
+                       sizeof(PartsMemory), pdl, stream, params);
 }
 
 }  // namespace
@@ -250,6 +307,10 @@ cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStrea
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     p.groups = make_divisor(static_cast<int32_t>(groups));
     p.splits = make_divisor(p.num_splits);
+    if (v.block_heads == kTileHeads) {
+      bool taken = false;
+      if (cudaError_t err = launch_many_parts(p, blocks, pdl, stream, &taken); taken || err != cudaSuccess) return err;
+    }
     return launch_kernel(v.kernel, dim3(static_cast<uint32_t>(blocks)), dim3(v.threads), v.shared_bytes, pdl, stream,
                          p);
   }

@@ -10,11 +10,17 @@
 
 namespace sgl_dsv4::sm90 {
 
+static_assert((kTileThreads & (kTileThreads - 1)) == 0);
+
 inline constexpr float kMinusInfinity = -INFINITY;
 
 // 64 heads a block.
 __device__ __forceinline__ int my_warpgroup() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+}
+// threadIdx.x, asked for wherever it is used; the compiler is to know that it is not negative.
+__device__ __forceinline__ int tile_thread() {
+  return ptx::thread_of_block() & (kTileThreads - 1);
 }
 __device__ __forceinline__ bool gathers(int warpgroup) {
   return warpgroup == 2 || warpgroup == 3;
@@ -40,8 +46,7 @@ struct Work : Part {
 };
 
 // `block_heads`: heads a block, but for the last of a row.
-__device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) {
-  const uint32_t block = ptx::ctaid_x();  // 64 heads ask again at the end: only one role keeps its results
+__device__ __forceinline__ Part part_of(const DecodeParams& p, int block_heads, uint32_t block) {
   const uint32_t rest = divide(block, p.groups);
   const uint32_t group = block - rest * static_cast<uint32_t>(p.groups.divisor);
   const uint32_t token = divide(rest, p.splits);
@@ -51,6 +56,10 @@ __device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) 
   part.first_head = static_cast<int>(group) * block_heads;
   part.heads = min(block_heads, p.num_heads - part.first_head);
   return part;
+}
+
+__device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) {
+  return part_of(p, block_heads, ptx::ctaid_x());  // 64 heads ask again at the end: only one role keeps its results
 }
 
 __device__ __forceinline__ BlockRange my_tiles(const DecodeParams& p, const RowBlocks& row, int split) {
