@@ -74,20 +74,21 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    8: Cost(3.766, 1.462, 1.310),
-    16: Cost(5.236, 1.355, 1.263),
-    32: Cost(6.489, 1.030, 1.648),
-    64: Cost(6.837, 0.773, 2.542),
+    8: Cost(3.699, 2.059, 1.121),
+    16: Cost(5.267, 1.340, 1.186),
+    32: Cost(6.355, 1.227, 1.580),
+    64: Cost(7.581, 0.381, 2.502),
 }
-NEXT_PART_US = 4.0
-COMBINE_US = 1.207
-SMALL_COMBINE_US = 1.222
+NEXT_PART_US = 3.055
+COMBINE_US = 1.410
+SMALL_COMBINE_US = 1.600
 SMALL_COMBINE_ROWS = 264
-COMBINE_BYTES_PER_US = 3.060e6
-"""By heads a block; prologue and output when a block of 64 heads, unsplit, goes on to its next row; and the combine
-kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py` from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
-rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
-21 % too short to 19 % too long. Lists of more than 1152 keys are not measured.
+COMBINE_BYTES_PER_US = 4.084e6
+"""By heads a block; prologue and output when a block of 64 heads, unsplit, goes on to another row; and the combine
+kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py` from times of plans on an H200, which
+are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384 rows of 8 to 64 heads; the mean of
+warm and cold (L2 flushed). They choose well, and are not exact: times are predicted 20 % too short to 19 % too long.
+Lists of more than 1152 keys are not measured.
 
 SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
 csrc/decode/combine.cu).
@@ -114,17 +115,15 @@ class Plan(NamedTuple):
 
 H200_SMS = 132
 FASTER = (
-    ((4, 8, 128), Plan(8, 1)),
-    ((12, 8, 640), Plan(8, 5)),
     ((24, 8, 640), Plan(8, 4)),
-    ((8, 8, 1152), Plan(8, 12)),
+    ((1, 16, 128), Plan(8, 2)),
     ((12, 16, 640), Plan(16, 5)),
-    ((4, 16, 1152), Plan(8, 11)),
+    ((4, 16, 1152), Plan(8, 10)),
     ((12, 16, 1152), Plan(16, 11)),
     ((2, 32, 1152), Plan(8, 12)),
     ((16, 64, 640), Plan(32, 4)),
     ((1, 64, 1152), Plan(8, 12)),
-    ((2, 64, 1152), Plan(8, 6)),
+    ((8, 64, 1152), Plan(32, 7)),
     ((32, 64, 1152), Plan(64, 4)),
 )
 """Of the shapes measured, (rows, heads, keys), those for which the model's plan takes more than 1 % longer than this
@@ -144,7 +143,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    5.24 + 0.41 + 1.26 = 6.91; partials of 1.3 MB, 1.22 + 0.43. Together 8.56.
+    5.27 + 0.41 + 1.19 = 6.86; partials of 1.3 MB, 1.60 + 0.32. Together 8.78.
     """
     cost = COSTS[plan.block_heads]
     all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))

@@ -176,7 +176,7 @@ def test_report_of_a_file(tmp_path, monkeypatch, capsys):
         "block:",
         *f"Cost({cost.fixed:.3f}, {cost.crowded:.3f}, {cost.tile:.3f})".split(),
     ]
-    assert f"{sm90_decode.COMBINE_BYTES_PER_US / 1e6:.3f}e6 bytes a us" in lines[5]
+    assert f"{sm90_decode.COMBINE_BYTES_PER_US / 1e6:.3f}e6 bytes a us" in lines[6]
     errors = [float(error) for error in re.findall(r"[+-][\d.]+(?=%)", lines[-1])]
     assert len(errors) == 2
     assert max(map(abs, errors)) == 0.0

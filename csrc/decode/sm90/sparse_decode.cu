@@ -273,7 +273,7 @@ cudaError_t launch_many_parts(const DecodeParams& p, int64_t parts, bool pdl, cu
   if (p.o_accum != nullptr || f.output != OutputKind::kBf16 || f.amax != nullptr || !aligned) return cudaSuccess;
   DeviceFacts facts;
   if (cudaError_t err = device_facts(&facts); err != cudaSuccess) return err;
-  if (parts <= facts.sm_count) return cudaSuccess;
+  if (parts <= facts.sm_count || parts > static_cast<int64_t>(kMostTurns) * facts.sm_count) return cudaSuccess;
   PartsParams params;
   params.decode = p;
   params.num_parts = static_cast<uint32_t>(parts);
