@@ -80,15 +80,18 @@ COSTS = {
     64: Cost(7.581, 0.381, 2.502),
 }
 NEXT_PART_US = 3.055
+MOST_PARTS = 6
 COMBINE_US = 1.410
 SMALL_COMBINE_US = 1.600
 SMALL_COMBINE_ROWS = 264
 COMBINE_BYTES_PER_US = 4.084e6
-"""By heads a block; prologue and output when a block of 64 heads, unsplit, goes on to another row; and the combine
-kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py` from times of plans on an H200, which
-are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384 rows of 8 to 64 heads; the mean of
-warm and cold (L2 flushed). They choose well, and are not exact: times are predicted 20 % too short to 19 % too long.
-Lists of more than 1152 keys are not measured.
+"""By heads a block; and the combine kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py`
+from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
+rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
+20 % too short to 19 % too long. Lists of more than 1152 keys are not measured.
+
+NEXT_PART_US: prologue and output when a block of 64 heads, unsplit, goes on to another row; up to MOST_PARTS of them
+(kMostTurns in csrc/decode/sm90/many_parts.cuh, which names the outputs: the model knows only bf16).
 
 SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
 csrc/decode/combine.cu).
@@ -151,7 +154,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     blocks = rows * -(-heads // plan.block_heads) * splits
     waves = -(-blocks // sm_count)
     first = later = cost.fixed + cost.crowded * min(1.0, blocks / sm_count)
-    if plan.block_heads == 64 and plan.num_splits == 1:
+    if plan.block_heads == 64 and plan.num_splits == 1 and waves <= MOST_PARTS:
         later = NEXT_PART_US
     time = first + (waves - 1) * later + waves * -(-all_tiles // splits) * cost.tile
     if plan.num_splits > 1:

@@ -271,7 +271,8 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // PTX ISA, "fence.proxy.async", "proxy-preserved base causality order": between ordinary stores to shared memory and
 // the wgmma that reads them lie a signal and this fence, in either order: every thread that stored executes it, then
-// signals, or the threads that have waited for the signal execute it before their wgmma.
+// signals, or the threads that have waited for the signal execute it before their wgmma. The same holds for the copy
+// engine, which reads and writes as wgmma reads.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -330,7 +331,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 #endif
 }
 
-// The same, and the phase does not end before `bytes` more have been copied.
+// An arrival, and the phase does not end before `bytes` more have been copied.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");

@@ -9,7 +9,8 @@
 namespace sgl_dsv4 {
 
 // A tensor of bf16, four dimensions, the fastest first: extents, and strides in bytes of all but the first. Base and
-// strides are multiples of 16 bytes.
+// strides are multiples of 16 bytes. A stride may be smaller than the one before it: the documentation speaks of
+// strides that grow, drivers up to 580 do not ask for it, and one that did would answer cudaErrorNotSupported below.
 struct Tensor4 {
   void* base;
   cuuint64_t extent[4];
@@ -17,7 +18,7 @@ struct Tensor4 {
 };
 
 // Boxes of `box` elements; in shared memory the eight 16-byte chunks of row r of 128 bytes stand in the order chunk ^ r
-// % 8. cudaErrorNotSupported if the driver has no tensor maps or refuses this one.
+// % 8. cudaErrorNotSupported if the runtime (12.5 or newer) or the driver has no tensor maps, or refuses this one.
 inline cudaError_t make_tensor_map(CUtensorMap* map, const Tensor4& tensor, const cuuint32_t (&box)[4]) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
@@ -25,6 +26,7 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const Tensor4& tensor, cons
     cudaDriverEntryPointQueryResult found;
     const cudaError_t err =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    if (err != cudaSuccess) (void)cudaGetLastError();  // nobody else's
     return err == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
   }();
   if (encode == nullptr) return cudaErrorNotSupported;

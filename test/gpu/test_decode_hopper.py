@@ -160,21 +160,32 @@ def mixed_rows(tokens: int, heads: int) -> td.Problem:
     )
 
 
-@pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("tokens", [67, 133, 300, 1000])
-@pytest.mark.parametrize("fused", [False, True])
-def test_more_blocks_than_sms(monkeypatch, heads, tokens, fused):
+# Of 132 SMs, more blocks than those and up to six times as many: they take one row after the other. Then more, which
+# do not; and fewer heads than a block has room for.
+MANY_ROWS = [(64, 133), (64, 300), (64, 700), (128, 67), (128, 300), (8, 150), (32, 290), (64, 1000)]
+
+
+@pytest.fixture
+def one_block_a_row(monkeypatch):
+    """64 heads a block, whatever the plan says."""
+    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(64, 1))
+
+
+@pytest.mark.parametrize(("heads", "tokens"), MANY_ROWS)
+@pytest.mark.parametrize(("with_norm", "with_rope"), [(False, False), (True, True), (True, False), (False, True)])
+def test_more_blocks_than_sms(one_block_a_row, heads, tokens, with_norm, with_rope):
     """A row is the same bits among many, of which a block takes one after the other, and among few; and every time.
 
-    `fused`: with the query's norm and RoPE.
+    With and without the query's norm and RoPE.
     """
-    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(64, 1))
     problem = mixed_rows(tokens, heads)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
-    if fused:
-        given |= dict(q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+    if with_norm:
+        given["q_norm_eps"] = 1e-6
+    if with_rope:
+        given["q_rope"] = problem.options["inverse_rope"]
     result = dk.sparse_decode(**given)
-    if not fused:
+    if not with_norm and not with_rope:
         check(result, td.truth(problem), "truth")
     for first in range(0, tokens, 60):
         few = dk.sparse_decode(**rows_of(given, first, first + 60))
@@ -186,10 +197,59 @@ def test_more_blocks_than_sms(monkeypatch, heads, tokens, fused):
         assert torch.equal(result.lse, again.lse)
 
 
+def test_the_kernel_of_many_rows_runs(one_block_a_row):
+    """A driver that refuses its tensor maps would leave all to the other kernel."""
+    problem = mixed_rows(sm90_decode.count_sms(DEVICE) + 1, 64)
+    decode(problem, num_splits=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        decode(problem, num_splits=1)
+        torch.cuda.synchronize()
+    assert any("many_parts_kernel" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_many_rows_in_a_graph(one_block_a_row, monkeypatch, pdl):
+    """Replays with other queries, lists and lengths; two decodes in turn, so that one starts early behind the other."""
+    monkeypatch.setattr(settings, "pdl", pdl)
+    problem = mixed_rows(200, 64)
+    given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
+    names = ("q", "topk_length", "extra_topk_length")
+    changed = {name: given[name].flip(0).contiguous() for name in names}
+    want = [dk.sparse_decode(**given), dk.sparse_decode(**(given | changed))]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = dk.sparse_decode(**given)
+        second = dk.sparse_decode(**(given | dict(q=first.out)))
+    second_want = dk.sparse_decode(**(given | dict(q=want[0].out)))
+    graph.replay()
+    assert torch.equal(first.out, want[0].out)
+    assert torch.equal(second.out, second_want.out)
+    for name in names:
+        given[name].copy_(changed[name])
+    graph.replay()
+    assert torch.equal(first.out, want[1].out)
+    assert torch.equal(first.lse, want[1].lse)
+
+
+def test_many_rows_of_nan_and_of_infinity(one_block_a_row):
+    """What is not a number stays in its row and head: NaN keys, NaN queries, scores that overflow, sinks."""
+    problem = mixed_rows(200, 64)
+    problem.q[3] = math.nan
+    problem.q[150, 7] = math.inf
+    problem.q[170] *= 2.0**60
+    problem.options["attn_sink"][5] = math.nan
+    given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
+    result = dk.sparse_decode(**given)
+    for first in range(0, 200, 50):
+        few = dk.sparse_decode(**rows_of(given, first, first + 50))
+        for got, want in ((result.out, few.out), (result.lse, few.lse)):
+            assert torch.equal(got[first : first + 50].nan_to_num(nan=77.0), want.nan_to_num(nan=77.0)), first
+    assert not result.out[4, :5].isnan().any()
+
+
 @pytest.mark.parametrize("shift", [1, 8])
-def test_more_blocks_than_sms_into_views(monkeypatch, shift):
+def test_more_blocks_than_sms_into_views(one_block_a_row, shift):
     """Queries and outputs between others, whose vectors start anywhere; not a byte beside the outputs is written."""
-    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(64, 1))
     problem = mixed_rows(200, 64)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
     want = dk.sparse_decode(**given)

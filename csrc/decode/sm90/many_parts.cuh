@@ -1,5 +1,5 @@
-// Blocks that take one part after the other: 64 heads a block, unsplit, more parts than SMs; bf16 outputs without amax,
-// query and outputs that start at multiples of 16 bytes.
+// Blocks that take one part after the other, at most six: 64 heads a block, unsplit, more parts than SMs; bf16 outputs
+// without amax, query and outputs that start at multiples of 16 bytes.
 //
 // The gathering warpgroups know no parts: their tiles are those of all parts, one after the other. The attending ones
 // ask for the next part's query when the last scores are done. They leave a part's outputs in the stage of its last
@@ -7,7 +7,9 @@
 //
 // barrier         who arrives             what becomes true
 // q_full          the copy engine         the next part's query is in shared memory
-// kConsumersMeet  attending threads       in turn: Q is normalised and rotated; all products are done, total[] is there
+// kConsumersMeet  attending threads       in turn: Q is normalised and rotated; all products are done, total[] and
+//                                           what is coming are there. Before the first part, and behind one without
+//                                           tiles: what is coming is there
 //
 // The others as with one part a block; the tiles of all parts take the stages in turn. A part's last stage is empty
 // when its outputs have been copied.
@@ -309,7 +311,8 @@ __device__ __forceinline__ void attend_parts(const PartsParams& params, int half
         uint32_t weights[kWeightRegs];
         if (own > 0) {
           me.follow_other(o, softmax, parity ^ static_cast<uint32_t>(me.there == 1));
-          // The other warpgroup has scored the last tile.
+          // The other warpgroup has scored the last tile. Before that it waited until this one, all its warps, had
+          // measured the tile before: nobody reads Q any more.
           if (own == tiles && more() && leads()) ask_for_q(params, next(), shared);
           me.add_other(o, weights, parity ^ static_cast<uint32_t>(me.there == 1));
         }
