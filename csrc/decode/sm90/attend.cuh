@@ -223,6 +223,11 @@ struct Attending {
     return operand_descriptor(ptx::shared_address(shared.keys[stage]) + half * kHalfBlocks * kBlockBytes);
   }
 
+  // Of the other's stage, whose tile comes before this one's in a round.
+  __device__ __forceinline__ uint32_t parity_there(uint32_t parity) const {
+    return parity ^ static_cast<uint32_t>(there == 1);
+  }
+
   // The other warpgroup's tile has been measured.
   __device__ __forceinline__ void follow_other(Half& o, Softmax& softmax, uint32_t parity) const {
     ptx::mbarrier_wait(ptx::shared_address(&shared.barriers.measured[there]), parity);
@@ -235,6 +240,21 @@ struct Attending {
     load_weights(weights, weights_at);
     ptx::fence_proxy_async();  // the tile is there, or it would not have been scored
     add_values(o, weights, values(there));
+  }
+
+  // The scores of its own tile. `behind`: behind the products of the other's, whose end is waited for on the way.
+  // `meanwhile`: done once the first half of them is under way.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void score_own(float (&s)[kScoreRegs], Half& o, uint32_t (&weights)[kWeightRegs],
+                                            bool behind, uint32_t parity, const Meanwhile& meanwhile) const {
+    compute_scores(s, shared, half, 0, parity);
+    if (behind) {
+      added<1>(o, weights);
+      release(there);
+    }
+    meanwhile();
+    compute_scores(s, shared, half, 1, parity);
+    wgmma_wait<0>(s);
   }
 
   // Its own tile, whose scores are there: weights, for both. Returns what O is to be multiplied by.
@@ -296,18 +316,12 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, int
   for (int own = half; own <= tiles; own += 2) {
     uint32_t weights[kWeightRegs];
     if (own > 0) {
-      me.follow_other(o, softmax, parity ^ static_cast<uint32_t>(me.there == 1));
-      me.add_other(o, weights, parity ^ static_cast<uint32_t>(me.there == 1));
+      me.follow_other(o, softmax, me.parity_there(parity));
+      me.add_other(o, weights, me.parity_there(parity));
     }
     if (own < tiles) {
       float s[kScoreRegs] = {};
-      compute_scores(s, shared, half, 0, parity);
-      if (own > 0) {
-        added<1>(o, weights);
-        me.release(me.there);
-      }
-      compute_scores(s, shared, half, 1, parity);
-      wgmma_wait<0>(s);
+      me.score_own(s, o, weights, own > 0, parity, [] {});
       me.add_own(o, weights, me.weigh(weights, softmax, s, p.scale_log2));
     }
     added<0>(o, weights);

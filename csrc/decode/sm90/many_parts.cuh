@@ -310,22 +310,17 @@ __device__ __forceinline__ void attend_parts(const PartsParams& params, int half
       for (; own <= tiles; own += 2) {
         uint32_t weights[kWeightRegs];
         if (own > 0) {
-          me.follow_other(o, softmax, parity ^ static_cast<uint32_t>(me.there == 1));
+          me.follow_other(o, softmax, me.parity_there(parity));
           // The other warpgroup has scored the last tile. Before that it waited until this one, all its warps, had
           // measured the tile before: nobody reads Q any more.
           if (own == tiles && more() && leads()) ask_for_q(params, next(), shared);
-          me.add_other(o, weights, parity ^ static_cast<uint32_t>(me.there == 1));
+          me.add_other(o, weights, me.parity_there(parity));
         }
         if (own < tiles) {
           float s[kScoreRegs] = {};
-          compute_scores(s, shared, half, 0, parity);
-          if (own > 0) {
-            added<1>(o, weights);
-            me.release(me.there);
-          }
-          if (own == 0) empty_last_stage();
-          compute_scores(s, shared, half, 1, parity);
-          wgmma_wait<0>(s);
+          me.score_own(s, o, weights, own > 0, parity, [&] {
+            if (own == 0) empty_last_stage();
+          });
           me.add_own(o, weights, me.weigh(weights, softmax, s, p.scale_log2));
         }
         if (more()) prefetch_q(p, next(), own);
