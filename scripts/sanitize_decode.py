@@ -60,16 +60,16 @@ def sm90(heads: int, block_heads: int) -> None:
     dk.sparse_decode(**given, batch_invariant=True)  # as planned
 
 
-def many_rows(heads: int) -> None:
-    """Of 64 heads a block, more blocks than SMs: rows of three tiles, of one, without keys."""
-    tokens = 2 * sm90_decode.count_sms(DEVICE) * 64 // heads + 5
+def many_rows(heads: int, block_heads: int) -> None:
+    """More blocks than SMs: rows of three tiles, of one, without keys."""
+    tokens = 2 * sm90_decode.count_sms(DEVICE) * block_heads // heads + 5
     lengths = [(130, 3, 0, 64)[row % 4] for row in range(tokens)]
     extra_lengths = [(40, 0, 0)[row % 3] for row in range(tokens)]
     problem = td.random_problem(
         tokens, heads, 130, 40, lengths=lengths, extra_lengths=extra_lengths, rope=True, device=DEVICE
     )
     given = problem.arguments() | problem.options | dict(backend="sm90", num_splits=1)
-    with mock.patch.object(sm90_decode, "cached_plan", return_value=sm90_decode.Plan(64, 1)):
+    with mock.patch.object(sm90_decode, "cached_plan", return_value=sm90_decode.Plan(block_heads, 1)):
         dk.sparse_decode(**given)
         dk.sparse_decode(**given, q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
 
@@ -119,8 +119,8 @@ def main() -> None:
         for heads, block_heads in cases if hopper else ():
             sm90(heads, block_heads)
         if hopper:
-            many_rows(64)
-            many_rows(128)
+            for heads, block_heads in ((64, 64), (128, 64), (32, 32), (64, 32), (16, 16)):
+                many_rows(heads, block_heads)
         query()
         combine(8)
     combine(128)

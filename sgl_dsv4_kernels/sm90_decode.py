@@ -79,7 +79,7 @@ COSTS = {
     32: Cost(6.355, 1.227, 1.580),
     64: Cost(7.581, 0.381, 2.502),
 }
-NEXT_PART_US = 3.055
+NEXT_PART_US = {16: 1.0, 32: 2.6, 64: 3.055}
 MOST_PARTS = 6
 COMBINE_US = 1.410
 SMALL_COMBINE_US = 1.600
@@ -90,8 +90,8 @@ from times of plans on an H200, which are in benchmark/results/h200/plan_times.c
 rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
 20 % too short to 19 % too long. Lists of more than 1152 keys are not measured.
 
-NEXT_PART_US: prologue and output when a block of 64 heads, unsplit, goes on to another row; up to MOST_PARTS of them
-(kMostTurns in csrc/decode/sm90/many_parts.cuh, which names the outputs: the model knows only bf16).
+NEXT_PART_US: prologue and output when a block of so many heads, unsplit, goes on to another row; up to MOST_PARTS of
+them (kMostTurns in csrc/decode/sm90/sparse_decode.cu, which names the outputs: the model knows only bf16).
 
 SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
 csrc/decode/combine.cu).
@@ -154,8 +154,8 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     blocks = rows * -(-heads // plan.block_heads) * splits
     waves = -(-blocks // sm_count)
     first = later = cost.fixed + cost.crowded * min(1.0, blocks / sm_count)
-    if plan.block_heads == 64 and plan.num_splits == 1 and waves <= MOST_PARTS:
-        later = NEXT_PART_US
+    if plan.block_heads in NEXT_PART_US and plan.num_splits == 1 and waves <= MOST_PARTS:
+        later = NEXT_PART_US[plan.block_heads]
     time = first + (waves - 1) * later + waves * -(-all_tiles // splits) * cost.tile
     if plan.num_splits > 1:
         time += SMALL_COMBINE_US if rows * heads <= SMALL_COMBINE_ROWS else COMBINE_US

@@ -160,24 +160,34 @@ def mixed_rows(tokens: int, heads: int) -> td.Problem:
     )
 
 
-# Of 132 SMs, more blocks than those and up to six times as many: they take one row after the other. Then more, which
-# do not; and fewer heads than a block has room for.
-MANY_ROWS = [(64, 133), (64, 300), (64, 700), (128, 67), (128, 300), (8, 150), (32, 290), (64, 1000)]
+# Heads a block, heads, rows. Of 132 SMs, more blocks than those and up to six times as many: they take one row after the
+# other. Then more, which do not; and fewer heads than a block has room for.
+MANY_ROWS = [
+    (64, 64, 133), (64, 64, 300), (64, 64, 700), (64, 128, 67), (64, 128, 300), (64, 8, 150), (64, 32, 290),
+    (64, 64, 1000), (32, 32, 133), (32, 32, 300), (32, 32, 700), (32, 64, 67), (32, 128, 190), (32, 8, 150),
+    (32, 32, 1000), (16, 16, 133), (16, 16, 300), (16, 16, 700), (16, 64, 37), (16, 64, 190), (16, 8, 150),
+]  # fmt: skip
 
 
 @pytest.fixture
 def one_block_a_row(monkeypatch):
-    """64 heads a block, whatever the plan says."""
-    monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(64, 1))
+    """Sets the heads a block, whatever the plan says, of unsplit rows."""
+
+    def plan(heads: int) -> None:
+        monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(heads, 1))
+
+    plan(64)
+    return plan
 
 
-@pytest.mark.parametrize(("heads", "tokens"), MANY_ROWS)
+@pytest.mark.parametrize(("block_heads", "heads", "tokens"), MANY_ROWS)
 @pytest.mark.parametrize(("with_norm", "with_rope"), [(False, False), (True, True), (True, False), (False, True)])
-def test_more_blocks_than_sms(one_block_a_row, heads, tokens, with_norm, with_rope):
+def test_more_blocks_than_sms(one_block_a_row, block_heads, heads, tokens, with_norm, with_rope):
     """A row is the same bits among many, of which a block takes one after the other, and among few; and every time.
 
     With and without the query's norm and RoPE.
     """
+    one_block_a_row(block_heads)
     problem = mixed_rows(tokens, heads)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
     if with_norm:
@@ -187,31 +197,38 @@ def test_more_blocks_than_sms(one_block_a_row, heads, tokens, with_norm, with_ro
     result = dk.sparse_decode(**given)
     if not with_norm and not with_rope:
         check(result, td.truth(problem), "truth")
-    for first in range(0, tokens, 60):
-        few = dk.sparse_decode(**rows_of(given, first, first + 60))
-        assert torch.equal(result.out[first : first + 60], few.out), first
-        assert torch.equal(result.lse[first : first + 60], few.lse), first
+    step = min(60, sm90_decode.count_sms(DEVICE) // -(-heads // block_heads))
+    for first in range(0, tokens, step):
+        few = dk.sparse_decode(**rows_of(given, first, first + step))
+        assert torch.equal(result.out[first : first + step], few.out), first
+        assert torch.equal(result.lse[first : first + step], few.lse), first
     for _ in range(3):
         again = dk.sparse_decode(**given)
         assert torch.equal(result.out, again.out)
         assert torch.equal(result.lse, again.lse)
 
 
-def test_the_kernel_of_many_rows_runs(one_block_a_row):
+@pytest.mark.parametrize(
+    ("block_heads", "kernel"), [(16, "few_parts_kernel"), (32, "few_parts_kernel"), (64, "many_parts_kernel")]
+)
+def test_the_kernel_of_many_rows_runs(one_block_a_row, block_heads, kernel):
     """A driver that refuses its tensor maps would leave all to the other kernel."""
-    problem = mixed_rows(sm90_decode.count_sms(DEVICE) + 1, 64)
+    one_block_a_row(block_heads)
+    problem = mixed_rows(sm90_decode.count_sms(DEVICE) + 1, block_heads)
     decode(problem, num_splits=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decode(problem, num_splits=1)
         torch.cuda.synchronize()
-    assert any("many_parts_kernel" in event.key for event in profile.key_averages())
+    assert any(kernel in event.key for event in profile.key_averages())
 
 
+@pytest.mark.parametrize("many_heads", [16, 32, 64])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_many_rows_in_a_graph(one_block_a_row, monkeypatch, pdl):
+def test_many_rows_in_a_graph(one_block_a_row, monkeypatch, pdl, many_heads):
     """Replays with other queries and lengths; two decodes in turn, so that one starts early behind the other."""
+    one_block_a_row(many_heads)
     monkeypatch.setattr(settings, "pdl", pdl)
-    problem = mixed_rows(200, 64)
+    problem = mixed_rows(200, many_heads)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
     changed = {"q": given["q"].flip(0).contiguous()}
     for name in ("topk_length", "extra_topk_length"):  # not longer: what lies behind a length is NaN
@@ -232,9 +249,11 @@ def test_many_rows_in_a_graph(one_block_a_row, monkeypatch, pdl):
     assert torch.equal(first.lse, want[1].lse)
 
 
-def test_many_rows_of_nan_and_of_infinity(one_block_a_row):
+@pytest.mark.parametrize("many_heads", [16, 32, 64])
+def test_many_rows_of_nan_and_of_infinity(one_block_a_row, many_heads):
     """What is not a number stays in its row and head: NaN keys, NaN queries, scores that overflow, sinks."""
-    problem = mixed_rows(200, 64)
+    one_block_a_row(many_heads)
+    problem = mixed_rows(200, many_heads)
     problem.q[3] = math.nan
     problem.q[150, 7] = math.inf
     problem.q[170] *= 2.0**60
@@ -248,15 +267,17 @@ def test_many_rows_of_nan_and_of_infinity(one_block_a_row):
     assert not result.out[4, :5].isnan().any()
 
 
+@pytest.mark.parametrize("many_heads", [16, 32, 64])
 @pytest.mark.parametrize("shift", [1, 8])
-def test_more_blocks_than_sms_into_views(one_block_a_row, shift):
+def test_more_blocks_than_sms_into_views(one_block_a_row, shift, many_heads):
     """Queries and outputs between others, whose vectors start anywhere; not a byte beside the outputs is written."""
-    problem = mixed_rows(200, 64)
+    one_block_a_row(many_heads)
+    problem = mixed_rows(200, many_heads)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
     want = dk.sparse_decode(**given)
-    q = torch.full((201, 66, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    q = torch.full((201, many_heads + 2, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
     wide = torch.full_like(q, 7.0)
-    inner = (slice(0, 200), slice(1, 65), slice(shift, shift + 512))
+    inner = (slice(0, 200), slice(1, many_heads + 1), slice(shift, shift + 512))
     q[inner] = problem.q
     got = dk.sparse_decode(**(given | dict(q=q[inner])), out=wide[inner])
     assert torch.equal(got.out, want.out)

@@ -156,19 +156,22 @@ def test_small_combines():
 
 
 def test_rows_that_a_block_goes_on_to():
-    """Up to as many as the kernel takes a later row costs NEXT_PART_US besides its tiles, unsplit and of 64 heads."""
-    text = (CSRC / "decode/sm90/many_parts.cuh").read_text()
+    """Up to as many as the kernel takes a later row costs NEXT_PART_US besides its tiles, unsplit."""
+    text = (CSRC / "decode/sm90/sparse_decode.cu").read_text()
     (most,) = re.findall(r"kMostTurns = (\d+);", text)
     assert int(most) == sm90_decode.MOST_PARTS
 
-    def turns(count: int, block_heads: int = 64) -> float:
-        return predicted_us(132 * count, 64, 640, 132, Plan(block_heads, 1))
+    def turns(count: int, block_heads: int) -> float:
+        return predicted_us(132 * count, block_heads, 640, 132, Plan(block_heads, 1))
 
-    tiles = 10 * sm90_decode.COSTS[64].tile
-    for count in range(2, sm90_decode.MOST_PARTS + 1):
-        assert turns(count) - turns(count - 1) == pytest.approx(sm90_decode.NEXT_PART_US + tiles)
-    assert turns(sm90_decode.MOST_PARTS + 1) == pytest.approx((sm90_decode.MOST_PARTS + 1) * turns(1))
-    assert turns(2, 32) == pytest.approx(2 * turns(1, 32))
+    assert set(sm90_decode.NEXT_PART_US) == {16, 32, 64}
+    for block_heads, next_part in sm90_decode.NEXT_PART_US.items():
+        tiles = 10 * sm90_decode.COSTS[block_heads].tile
+        for count in range(2, sm90_decode.MOST_PARTS + 1):
+            assert turns(count, block_heads) - turns(count - 1, block_heads) == pytest.approx(next_part + tiles)
+        most = sm90_decode.MOST_PARTS + 1
+        assert turns(most, block_heads) == pytest.approx(most * turns(1, block_heads))
+    assert turns(2, 8) == pytest.approx(2 * turns(1, 8))
 
 
 def test_callers_plan_for_usual_lengths(monkeypatch):

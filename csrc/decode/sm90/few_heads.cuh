@@ -42,9 +42,9 @@
 
 namespace sgl_dsv4::sm90 {
 
-template <int kHeads>
+template <int kHeads, typename SharedMemory = FewHeadsSharedMemory<kHeads>>
 struct FewHeads {
-  using Shared = FewHeadsSharedMemory<kHeads>;
+  using Shared = SharedMemory;
   static constexpr int kBlockHeads = kHeads;
   static constexpr bool kEmptyApart = kHeads == 32;
   static constexpr int kCopyRegisters = kFewCopyRegisters, kWeighRegisters = kFewWeighRegisters;
@@ -210,14 +210,14 @@ struct FewHeads {
   struct QueryPlace {
     uint32_t at[query::kVectors];
 
-    __device__ __forceinline__ QueryPlace(const Shared& shared, int warp, int lane) {
+    __device__ __forceinline__ QueryPlace(const Shared& shared, int head, int lane) {
       const int vector = lane % 8;  // of a group of 64 channels
 #pragma unroll
       for (int i = 0; i < query::kVectors; ++i) {
         const bool rope = has_rope(i, lane);
         const int chunk = rope ? vector / 4 * 4 : vector % 2 * 4, column = rope ? vector % 4 : vector / 2;
-        at[i] = ptx::shared_address(shared.q) + ((4 * i + lane / 8) * kHeads + warp) * kRowBytes +
-                (chunk ^ warp % 8) * 16 + column * 4;
+        at[i] = ptx::shared_address(shared.q) + ((4 * i + lane / 8) * kHeads + head) * kRowBytes +
+                (chunk ^ head % 8) * 16 + column * 4;
         ptx::keep(at[i]);
       }
     }
@@ -225,11 +225,9 @@ struct FewHeads {
       return vector == query::kVectors - 1 && lane >= query::kFirstRopeLane;
     }
   };
-  static_assert(kAttendWarps % 8 == 0);  // all of a warp's heads have the same order of chunks
-
   // To fp16 but for the RoPE part.
-  __device__ __forceinline__ static void store_head(query::Values& v, Shared& shared, const QueryPlace& place, int head,
-                                                    int row, int lane) {
+  __device__ __forceinline__ static void store_head(query::Values& v, float& q_scale, const QueryPlace& place, int row,
+                                                    int lane) {
     const int exponent = largest_exponent(v);
     const int e = exponent > 14 ? min(exponent - 14, 112) : exponent < -10 ? max(exponent, -100) : 0;
     if (e != 0) {
@@ -250,22 +248,21 @@ struct FewHeads {
         ptx::st_shared((place.at[i] ^ 16 * j) + row * kRowBytes, QueryPlace::has_rope(i, lane) ? word : pair);
       }
     }
-    if (lane == 0) shared.q_scale[head] = power_of_two(e);
+    if (lane == 0) q_scale = power_of_two(e);
   }
 
-  __device__ __forceinline__ static void store_heads(const DecodeParams& p, query::Values (&heads)[kQueryHeads],
-                                                     query::Position position, const QueryPlace& place, Shared& shared,
-                                                     int warp, int lane) {
-    const bool rotates = p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane;
-    query::Factors factors = {};
-    if (rotates) factors = query::load_factors<false>(p.query, position, lane - query::kFirstRopeLane);
+  // A warp's heads are kWarps apart; `place`, `q_scale`: of the first.
+  template <int kCount, int kWarps>
+  __device__ __forceinline__ static void store_heads(const DecodeParams& p, query::Values (&heads)[kCount],
+                                                     bool rotates, const query::Factors& factors,
+                                                     const QueryPlace& place, float* q_scale, int lane) {
+    static_assert(kWarps % 8 == 0);  // all of them have the same order of chunks
     if (p.query.has_norm) query::normalise(heads, p.query.eps);
 #pragma unroll
-    for (int i = 0; i < kQueryHeads; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (rotates) query::rotate(heads[i].vector[query::kVectors - 1], factors);
-      store_head(heads[i], shared, place, warp + i * kAttendWarps, i * kAttendWarps, lane);
+      store_head(heads[i], q_scale[i * kWarps], place, i * kWarps, lane);
     }
-    ptx::fence_proxy_async();
   }
 
   // ---- scores ----
@@ -336,30 +333,45 @@ struct FewHeads {
     collect(kScoreGroups - 1);
   }
 
+  __device__ __forceinline__ static uint32_t tile_at(const Turn& turn) {
+    return static_cast<uint32_t>(turn.stage * sizeof(Shared::tiles[0]));
+  }
+
+  template <int kPart>
+  __device__ __forceinline__ static uint64_t query_of(const Shared& shared) {
+    return operand_descriptor(ptx::shared_address(shared.q)) +
+           descriptor_step(kPart * kScoreGroups * kHeads * kRowBytes);
+  }
+
+  // A tile's scores of a warpgroup's half of the channels, to the weighing warps.
+  template <int kPart>
+  __device__ __forceinline__ static void score_tile(const Turn& turn, uint64_t query, Shared& shared) {
+    constexpr int kFirst = kPart * kScoreGroups;
+    const auto& tile = shared.tiles[0];
+    // Read anew, so that what is made of it takes no registers from one tile to the next.
+    const int thread = ptx::thread_of_block() % kWarpgroupThreads;
+    const int lane = thread % 32, key = thread / 32 * 16 + lane / 4;
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
+    const uint32_t rows = ptx::shared_address(tile.rows) + raw_offset(key, lane % 4) + kFirst * kQuantGroup;
+    float total[kRegs];
+    compute_scores<kPart == 1>(total, rows + tile_at(turn),
+                               ptx::shared_address(&tile.scales[key][kFirst]) + tile_at(turn), query);
+    if (turn.tile >= 1) ptx::bar_sync(kScoresEmpty, kScoresThreads);
+    const uint32_t scores = ptx::shared_address(&shared.scores[kPart][lane % 4 * 2][key]);
+#pragma unroll
+    for (int r = 0; r < kRegs; ++r)
+      ptx::st_shared(scores + ((r / 4 * 8 + r % 2) * kScorePitch + r / 2 % 2 * 8) * 4, total[r]);
+    ptx::bar_arrive(kScoresFull, kScoresThreads);
+  }
+
   // A warpgroup's half of the channels. The second has the RoPE part: a function for each, since a branch about it in
   // the loop makes the assembler serialise the products of 32 heads (C7512).
   template <int kPart>
   __device__ __forceinline__ static void attend_scores(int tiles, Shared& shared) {
-    constexpr int kFirst = kPart * kScoreGroups;
-    const RawTile& tile = shared.tiles[0];
-    const uint64_t query =
-        operand_descriptor(ptx::shared_address(shared.q)) + descriptor_step(kFirst * kHeads * kRowBytes);
+    const uint64_t query = query_of<kPart>(shared);
 #pragma unroll 1
     for (Turn turn; turn.tile < tiles; turn.advance()) {
-      // Read anew, so that what is made of it takes no registers from one tile to the next.
-      const int thread = ptx::thread_of_block() % kWarpgroupThreads;
-      const int lane = thread % 32, key = thread / 32 * 16 + lane / 4;
-      ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
-      const uint32_t rows = ptx::shared_address(tile.rows) + raw_offset(key, lane % 4) + kFirst * kQuantGroup;
-      float total[kRegs];
-      compute_scores<kPart == 1>(total, rows + turn.tile_at(),
-                                 ptx::shared_address(&tile.scales[key][kFirst]) + turn.tile_at(), query);
-      if (turn.tile >= 1) ptx::bar_sync(kScoresEmpty, kScoresThreads);
-      const uint32_t scores = ptx::shared_address(&shared.scores[kPart][lane % 4 * 2][key]);
-#pragma unroll
-      for (int r = 0; r < kRegs; ++r)
-        ptx::st_shared(scores + ((r / 4 * 8 + r % 2) * kScorePitch + r / 2 % 2 * 8) * 4, total[r]);
-      ptx::bar_arrive(kScoresFull, kScoresThreads);
+      score_tile<kPart>(turn, query, shared);
       if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
     }
     ptx::bar_sync(kConsumersMeet, kEndThreads);  // between two setmaxnreg the warps of a warpgroup have to meet
@@ -369,68 +381,86 @@ struct FewHeads {
 
   using Output = float[kValueBlocks][kRegs];
 
+  // Which values a warp adds up, and where it finds them.
+  struct ValuePlace {
+    int first;  // of its blocks of 64 channels
+    int lane;
+    bool has_rope;
+    uint32_t rows, rope_rows, factors;
+    uint64_t weights;
+
+    __device__ __forceinline__ ValuePlace(const Shared& shared, int warp, int lane) : lane(lane) {
+      const auto& tile = shared.tiles[0];
+      first = warp / 4 * kValueBlocks;
+      has_rope = first + kValueBlocks > kNumScales;
+      // Where the row of a matrix begins that the lane names. Codes: matrix m of four has keys 8 m .. 8 m + 7 of 16
+      // channels. RoPE: eight channels and the next eight of eight keys, then of the next eight.
+      rows = ptx::shared_address(tile.rows) + raw_offset(lane, first * 4 + warp % 4);
+      rope_rows = ptx::shared_address(tile.rows) +
+                  raw_offset(lane / 16 * 8 + lane % 8, kRopeChunk + warp % 4 * 2 + lane / 8 % 2);
+      factors = ptx::shared_address(tile.factors[first]) + lane % 4 * (kTileKeys / 4) * 2;
+      weights = operand_descriptor(ptx::shared_address(shared.weights[0]));
+    }
+  };
+
+  __device__ __forceinline__ static void add_tile(Output& o, const ValuePlace& at, const Turn& turn,
+                                                  const Shared& shared) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
+    ptx::mbarrier_wait(ptx::shared_address(&shared.weights_full[turn.buffer()]), turn.buffer_parity());
+#pragma unroll
+    for (int n = 0; n < kHeads / 8; ++n) {
+      const float2 decay = *reinterpret_cast<const float2*>(&shared.decay[turn.buffer()][8 * n + at.lane % 4 * 2]);
+#pragma unroll
+      for (int b = 0; b < kValueBlocks; ++b) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) o[b][4 * n + r] *= r % 2 == 0 ? decay.x : decay.y;
+      }
+    }
+    uint32_t a[2][8];
+#pragma unroll
+    for (int step = 0; step < 2 * kValueBlocks; ++step) {  // 32 keys of a block of 64 channels
+      const int b = step / 2, half = step % 2;
+      uint32_t (&x)[8] = a[half];
+      const uint4 f = ptx::ld_shared(at.factors + tile_at(turn) + b * kTileKeys * 2 + half * 16);
+      const uint32_t factor[4] = {f.x, f.y, f.z, f.w};
+      if (b < kValueBlocks - 1 || !at.has_rope) {
+        const uint4 v = ptx::ldmatrix_trans(at.rows + tile_at(turn) + b * kQuantGroup + half * 32 * kRawRowBytes);
+        if (b > 0) wgmma_wait<1>(x);
+        const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          x[2 * i] = ptx::mul_bf16x2(even_channel(pairs[i]), factor[i]);
+          x[2 * i + 1] = ptx::mul_bf16x2(odd_channel(pairs[i]), factor[i]);
+        }
+      } else {
+        const uint32_t rope = at.rope_rows + tile_at(turn) + half * 32 * kRawRowBytes;
+        const uint4 v = ptx::ldmatrix_trans(rope), u = ptx::ldmatrix_trans(rope + 16 * kRawRowBytes);
+        wgmma_wait<1>(x);
+        const uint32_t pairs[8] = {v.x, v.y, v.z, v.w, u.x, u.y, u.z, u.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(pairs[i], factor[i / 2]);
+      }
+      pin(x);
+      wgmma_begin(o[b]);
+      const uint64_t p = at.weights + descriptor_step(turn.buffer() * static_cast<int>(sizeof(shared.weights[0])));
+      wgmma_bf16(o[b], x, p + descriptor_step(half * 64), true);
+      wgmma_bf16(o[b], x + 4, p + descriptor_step(half * 64 + 32), true);
+      wgmma_commit();
+    }
+    wgmma_wait<0>(o[kValueBlocks - 1]);
+#pragma unroll
+    for (int b = 0; b < kValueBlocks - 1; ++b) pin(o[b]);
+    pin(a[0]);
+    pin(a[1]);
+  }
+
   // Leaves the results in shared memory.
   __device__ __forceinline__ static void attend_values(int tiles, Shared& shared, int warp, int lane) {
-    const int first = warp / 4 * kValueBlocks;
-    const RawTile& tile = shared.tiles[0];
-    const bool has_rope = first + kValueBlocks > kNumScales;
-    // Where the row of a matrix begins that the lane names. Codes: matrix m of four has keys 8 m .. 8 m + 7 of 16
-    // channels. RoPE: eight channels and the next eight of eight keys, then of the next eight.
-    const uint32_t rows = ptx::shared_address(tile.rows) + raw_offset(lane, first * 4 + warp % 4);
-    const uint32_t rope_rows =
-        ptx::shared_address(tile.rows) + raw_offset(lane / 16 * 8 + lane % 8, kRopeChunk + warp % 4 * 2 + lane / 8 % 2);
-    const uint32_t factors = ptx::shared_address(tile.factors[first]) + lane % 4 * (kTileKeys / 4) * 2;
-    const uint64_t weights = operand_descriptor(ptx::shared_address(shared.weights[0]));
+    const ValuePlace place(shared, warp, lane);
     Output o = {};  // the first tile's decay is 0
 #pragma unroll 1
     for (Turn turn; turn.tile < tiles; turn.advance()) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
-      ptx::mbarrier_wait(ptx::shared_address(&shared.weights_full[turn.buffer()]), turn.buffer_parity());
-#pragma unroll
-      for (int n = 0; n < kHeads / 8; ++n) {
-        const float2 decay = *reinterpret_cast<const float2*>(&shared.decay[turn.buffer()][8 * n + lane % 4 * 2]);
-#pragma unroll
-        for (int b = 0; b < kValueBlocks; ++b) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) o[b][4 * n + r] *= r % 2 == 0 ? decay.x : decay.y;
-        }
-      }
-      uint32_t a[2][8];
-#pragma unroll
-      for (int step = 0; step < 2 * kValueBlocks; ++step) {  // 32 keys of a block of 64 channels
-        const int b = step / 2, half = step % 2;
-        uint32_t (&x)[8] = a[half];
-        const uint4 f = ptx::ld_shared(factors + turn.tile_at() + b * kTileKeys * 2 + half * 16);
-        const uint32_t factor[4] = {f.x, f.y, f.z, f.w};
-        if (b < kValueBlocks - 1 || !has_rope) {
-          const uint4 v = ptx::ldmatrix_trans(rows + turn.tile_at() + b * kQuantGroup + half * 32 * kRawRowBytes);
-          if (b > 0) wgmma_wait<1>(x);
-          const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            x[2 * i] = ptx::mul_bf16x2(even_channel(pairs[i]), factor[i]);
-            x[2 * i + 1] = ptx::mul_bf16x2(odd_channel(pairs[i]), factor[i]);
-          }
-        } else {
-          const uint32_t at = rope_rows + turn.tile_at() + half * 32 * kRawRowBytes;
-          const uint4 v = ptx::ldmatrix_trans(at), u = ptx::ldmatrix_trans(at + 16 * kRawRowBytes);
-          wgmma_wait<1>(x);
-          const uint32_t pairs[8] = {v.x, v.y, v.z, v.w, u.x, u.y, u.z, u.w};
-#pragma unroll
-          for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(pairs[i], factor[i / 2]);
-        }
-        pin(x);
-        wgmma_begin(o[b]);
-        const uint64_t p = weights + descriptor_step(turn.buffer() * static_cast<int>(sizeof(shared.weights[0])));
-        wgmma_bf16(o[b], x, p + descriptor_step(half * 64), true);
-        wgmma_bf16(o[b], x + 4, p + descriptor_step(half * 64 + 32), true);
-        wgmma_commit();
-      }
-      wgmma_wait<0>(o[kValueBlocks - 1]);
-#pragma unroll
-      for (int b = 0; b < kValueBlocks - 1; ++b) pin(o[b]);
-      pin(a[0]);
-      pin(a[1]);
+      add_tile(o, place, turn, shared);
       if (turn.tile + 2 < tiles) ptx::bar_arrive(kWeightsEmpty + turn.buffer(), kWeightsThreads);
       if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
     }
@@ -442,8 +472,8 @@ struct FewHeads {
 #pragma unroll
       for (int i = 0; i < kRegs / 2; ++i) {
         const float upper = o[b][i / 2 * 4 + i % 2], lower = o[b][i / 2 * 4 + i % 2 + 2];
-        float* row = shared.results[i / 2 * 8 + column + i % 2] + (first + b) * kQuantGroup + warp % 4 * 16;
-        if (b < kValueBlocks - 1 || !has_rope) {
+        float* row = shared.results[i / 2 * 8 + column + i % 2] + (place.first + b) * kQuantGroup + warp % 4 * 16;
+        if (b < kValueBlocks - 1 || !place.has_rope) {
           *reinterpret_cast<float2*>(row + 2 * g) = make_float2(upper, lower);
         } else {
           row[g] = upper;
@@ -473,7 +503,11 @@ struct FewHeads {
 #pragma unroll
     for (int i = 0; i < kQueryHeads; ++i) heads[i] = load_head(p, heads_at[i]);
     __syncwarp();  // keeps the loads here
-    store_heads(p, heads, position, query_place, shared, warp, lane);
+    const bool rotates = p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane;
+    query::Factors factors = {};
+    if (rotates) factors = query::load_factors<false>(p.query, position, lane - query::kFirstRopeLane);
+    store_heads<kQueryHeads, kAttendWarps>(p, heads, rotates, factors, query_place, shared.q_scale + warp, lane);
+    ptx::fence_proxy_async();
     if (p.o_accum == nullptr && warp >= kAttendWarps - kRopeDim / 32)
       load_rotation(p.finish, part, static_cast<int>(threadIdx.x) - (kAttendThreads - kRopeDim), shared.rotation);
     ptx::bar_sync(kQueryStored, kQueryThreads);

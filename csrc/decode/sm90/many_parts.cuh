@@ -1,4 +1,4 @@
-// Blocks that take one part after the other, at most six: 64 heads a block, unsplit, more parts than SMs; bf16 outputs
+// Blocks that take one part after the other: 64 heads a block, unsplit, more parts than SMs; bf16 outputs
 // without amax, query and outputs that start at multiples of 16 bytes.
 //
 // The gathering warpgroups know no parts: their tiles are those of all parts, one after the other. The attending ones
@@ -46,10 +46,6 @@
 namespace sgl_dsv4::sm90 {
 
 inline constexpr int kWarpHeads = 16;  // of an attending warp
-
-// Most parts a block. They are dealt out in turn, whatever their lengths: of rows of which half have 3 tiles and half
-// 10, 256 take 53.1 us instead of 56.9, and 1000, eight turns, 182 instead of 166.
-inline constexpr int kMostTurns = 6;
 
 struct PartsParams {
   // [tokens][channel blocks][heads][64 channels], in boxes of kTileHeads heads, and of kWarpHeads and half of the
@@ -190,16 +186,6 @@ __device__ __forceinline__ void write_part(const PartsParams& params, const Part
   }
 }
 
-__device__ __forceinline__ void write_empty_part(const CombineParams& p, const Part& w) {
-  const int lane = tile_thread() % 32;
-#pragma unroll 1
-  for (int head = tile_thread() / 32; head < w.heads; head += kConsumerWarps) {
-    const finish::Values<finish::kGroups> zeros = {};
-    finish::store_bf16<finish::kGroups>(zeros, {w.token, w.first_head + head, 0, lane, lane * finish::kVec}, p);
-    if (lane == 0) p.lse[w.token * p.stride_lse_token + (w.first_head + head) * p.stride_lse_head] = INFINITY;
-  }
-}
-
 // ---- the attending warpgroups ----
 
 // Asks for a part's query; by one thread, when nobody reads the one before any more.
@@ -288,7 +274,7 @@ __device__ __forceinline__ void attend_parts(const PartsParams& params, int half
       finish_part_q(p, part, position, shared);
     }
     if (tiles <= 0) {
-      write_empty_part(p.finish, part_of(p, kTileHeads, at));
+      write_empty_part(p.finish, part_of(p, kTileHeads, at), tile_thread() % 32, tile_thread() / 32, kConsumerWarps);
     } else {
       const auto empty_last_stage = [&] {
         if (before == 0) return;

@@ -148,6 +148,16 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const Part& w
   }
 }
 
+// One split, bf16 outputs without amax: LSEs and zeros.
+__device__ __forceinline__ void write_empty_part(const CombineParams& p, const Part& w, int lane, int warp, int warps) {
+#pragma unroll 1
+  for (int head = warp; head < w.heads; head += warps) {
+    const finish::Values<finish::kGroups> zeros = {};
+    finish::store_bf16<finish::kGroups>(zeros, {w.token, w.first_head + head, 0, lane, lane * finish::kVec}, p);
+    if (lane == 0) p.lse[w.token * p.stride_lse_token + (w.first_head + head) * p.stride_lse_head] = INFINITY;
+  }
+}
+
 // The same as a function: inlined it lies between the query's code and that of the attending warps.
 __device__ __noinline__ void write_empty_apart(const DecodeParams& p, const Part& w, int warp, int warps) {
   write_empty(p, w, warp, warps);

@@ -43,6 +43,9 @@ struct Turn {
 
   __device__ __forceinline__ void advance() {
     ++tile;
+    skip_stage();
+  }
+  __device__ __forceinline__ void skip_stage() {
     stage = stage == kRawStages - 1 ? 0 : stage + 1;
     stage_parity ^= stage == 0;
   }

@@ -189,4 +189,39 @@ struct alignas(1024) FewHeadsSharedMemory {
 };
 static_assert(sizeof(FewHeadsSharedMemory<16>) <= 227 * 1024 && sizeof(FewHeadsSharedMemory<32>) <= 227 * 1024);
 
+// Blocks that take one part after the other (few_parts.cuh). Before a part's tiles comes its query, in the place of
+// their rows; behind the last part one of no tiles.
+struct Label {
+  uint32_t part;
+  int tiles;
+};
+
+template <int kHeads>
+struct PartsTile : RawTile {
+  alignas(16) float rotation[kRopeDim];  // with the query and with the last tile: (cos, sin) of the row's position
+  float sinks[kHeads];                   // with the last tile: in the natural log; -inf: none
+  Label label;                           // with the query
+};
+
+template <int kHeads>
+struct alignas(1024) FewPartsMemory {
+  uint8_t q[kHeads * kHeadDim * 2];
+  alignas(1024) uint8_t weights[2][kHeads * kTileKeys * 2];
+  PartsTile<kHeads> tiles[kRawStages];
+  float scores[2][kHeads][kScorePitch];
+  // On their way: of a value warpgroup, 64 channels of all heads, twice.
+  alignas(16) uint8_t outputs[kValueThreads / kWarpgroupThreads][2][kHeads * kRowBytes];
+  float decay[2][kHeads];
+  // Of parts in turn.
+  float q_scale[2][kHeads];
+  struct Ends {
+    float inverse[kHeads];
+    float factor[kHeads];
+  } ends[2];
+  uint64_t ends_full[2];
+  uint64_t full[kRawStages];
+  uint64_t weights_full[2];
+};
+static_assert(sizeof(FewPartsMemory<16>) <= 227 * 1024 && sizeof(FewPartsMemory<32>) <= 227 * 1024);
+
 }  // namespace sgl_dsv4::sm90

@@ -1,7 +1,7 @@
 // The Hopper decode kernels, warp-specialised: a block has one row, one split and 64, 32, 16 or 8 heads. With 8
 // (eight_heads.cuh), 16 and 32 (few_heads.cuh) a tile's rows stay in shared memory as the cache has them
-// (raw_tiles.cuh); roles and barriers are in the head comments of these files. With 64 (gather.cuh, attend.cuh), of
-// which there is a kernel whose blocks take one row after the other too (many_parts.cuh):
+// (raw_tiles.cuh); roles and barriers are in the head comments of these files. With more than 8 there is a kernel too
+// whose blocks take one row after the other (few_parts.cuh, many_parts.cuh). With 64 (gather.cuh, attend.cuh):
 //
 //   index lists -> cp.async ring -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys
 //   keys -> 2 attending warpgroups, a tile in turn: scores, softmax -> weights -> both: O = O decay + P V
@@ -57,6 +57,7 @@
 #include "decode/sm90/attend.cuh"
 #include "decode/sm90/eight_heads.cuh"
 #include "decode/sm90/few_heads.cuh"
+#include "decode/sm90/few_parts.cuh"
 #include "decode/sm90/gather.cuh"
 #include "decode/sm90/many_parts.cuh"
 #include "decode/sm90/output.cuh"
@@ -228,6 +229,38 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
   }
 }
 
+// A block takes one part after the other.
+template <int kHeads>
+__global__ void __launch_bounds__(kRawThreads, 1) few_parts_kernel(const __grid_constant__ FewPartsParams p) {
+  using Kernel = FewParts<kHeads>;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_bytes);
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    Kernel::init_barriers(shared);
+    ptx::mbarrier_init_fence();
+  }
+  const int warp = my_warp();
+  __syncthreads();
+  if (copies(warp)) {
+    ptx::setmaxnreg_dec<kFewCopyRegisters>();
+    ptx::griddepcontrol_wait();
+    Kernel::copy_parts(p, shared);
+  } else if (weighs(warp)) {
+    ptx::setmaxnreg_dec<kFewWeighRegisters>();
+    ptx::griddepcontrol_wait();
+    Kernel::weigh_parts(p.decode, shared);
+  } else if (warp < kScoreThreads / 32) {
+    Kernel::template move_registers<kRawLaunchRegisters, kFewScoreRegisters<kHeads>>();
+    ptx::griddepcontrol_wait();
+    Kernel::score_parts(p.decode, warp / (kWarpgroupThreads / 32), shared);
+  } else {
+    Kernel::template move_registers<kRawLaunchRegisters, kFewValueRegisters<kHeads>>();
+    ptx::griddepcontrol_wait();
+    Kernel::value_parts(p, shared);
+  }
+}
+
 // ---- host ----
 
 struct Variant {
@@ -251,32 +284,50 @@ constexpr Variant kVariants[] = {
 // Raises the kernels' shared-memory limits, which also loads them. A graph capture allows it.
 cudaError_t raise_shared_memory_limits() {
   return once_a_device([] {
-    for (const Variant& v : kVariants) {
-      if (cudaError_t err = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(v.shared_bytes));
-          err != cudaSuccess)
-        return err;
-    }
-    return cudaFuncSetAttribute(many_parts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                static_cast<int>(sizeof(PartsMemory)));
+    const auto raise = [](auto* kernel, size_t bytes) {
+      return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    };
+    cudaError_t err = cudaSuccess;
+    for (const Variant& v : kVariants)
+      if (err == cudaSuccess) err = raise(v.kernel, v.shared_bytes);
+    if (err == cudaSuccess) err = raise(few_parts_kernel<16>, sizeof(FewPartsMemory<16>));
+    if (err == cudaSuccess) err = raise(few_parts_kernel<32>, sizeof(FewPartsMemory<32>));
+    if (err == cudaSuccess) err = raise(many_parts_kernel, sizeof(PartsMemory));
+    return err;
   });
 }
 
-// By blocks that take one part after the other: if there are more parts than SMs, of what many_parts.cuh takes, and the
-// driver has tensor maps. `taken`: it was launched.
-cudaError_t launch_many_parts(const DecodeParams& p, int64_t parts, bool pdl, cudaStream_t stream, bool* taken) {
+// ---- blocks that take one part after the other ----
+
+// Most parts a block. They are dealt out in turn, whatever their lengths: of rows of 64 heads of which half have 3
+// tiles and half 10, 256 take 53.1 us instead of 56.9, and 1000, eight turns, 182 instead of 166. Dealt out by their
+// costs, which every block finds anew while its first tile comes, 1000 take 153 and 256 take 56.3: 5 us until that is
+// done.
+constexpr int kMostTurns = 6;
+
+bool takes_parts(const DecodeParams& p, int64_t parts, int sm_count) {
   const CombineParams& f = p.finish;
   const bool aligned =
       p.q_is_aligned &&
       ((reinterpret_cast<uint64_t>(f.out) | static_cast<uint64_t>(f.stride_out_token | f.stride_out_head) * 2) & 15) ==
           0;
-  if (p.o_accum != nullptr || f.output != OutputKind::kBf16 || f.amax != nullptr || !aligned) return cudaSuccess;
-  DeviceFacts facts;
-  if (cudaError_t err = device_facts(&facts); err != cudaSuccess) return err;
-  if (parts <= facts.sm_count || parts > static_cast<int64_t>(kMostTurns) * facts.sm_count) return cudaSuccess;
+  return p.block_heads != kEightHeads && p.o_accum == nullptr && f.output == OutputKind::kBf16 && f.amax == nullptr &&
+         aligned && parts > sm_count && parts <= static_cast<int64_t>(kMostTurns) * sm_count;
+}
+
+template <int kHeads>
+cudaError_t launch_few_parts(const DecodeParams& p, uint32_t parts, uint32_t blocks, bool pdl, cudaStream_t stream) {
+  return launch_kernel(few_parts_kernel<kHeads>, dim3(blocks), dim3(kRawThreads), sizeof(FewPartsMemory<kHeads>), pdl,
+                       stream, FewPartsParams{p, parts});
+}
+
+// 64 heads, if the driver has tensor maps. `taken`: it was launched.
+cudaError_t launch_many_parts(const DecodeParams& p, uint32_t parts, uint32_t blocks, bool pdl, cudaStream_t stream,
+                              bool* taken) {
+  const CombineParams& f = p.finish;
   PartsParams params;
   params.decode = p;
-  params.num_parts = static_cast<uint32_t>(parts);
+  params.num_parts = parts;
   const auto rows = [&](void* base, int64_t head, int64_t token) {
     return Tensor4{
         base,
@@ -289,8 +340,19 @@ cudaError_t launch_many_parts(const DecodeParams& p, int64_t parts, bool pdl, cu
                       {kBlockChannels, kWarpHeads, kHalfBlocks, 1}) != cudaSuccess)
     return cudaSuccess;
   *taken = true;
-  return launch_kernel(many_parts_kernel, dim3(static_cast<uint32_t>(facts.sm_count)), dim3(kTileThreads),
-                       sizeof(PartsMemory), pdl, stream, params);
+  return launch_kernel(many_parts_kernel, dim3(blocks), dim3(kTileThreads), sizeof(PartsMemory), pdl, stream, params);
+}
+
+// By as many blocks as there are SMs, if there are more parts than that, and of what such blocks take.
+cudaError_t launch_parts(const DecodeParams& p, int64_t parts, bool pdl, cudaStream_t stream, bool* taken) {
+  DeviceFacts facts;
+  if (cudaError_t err = device_facts(&facts); err != cudaSuccess) return err;
+  if (!takes_parts(p, parts, facts.sm_count)) return cudaSuccess;
+  const uint32_t count = static_cast<uint32_t>(parts), blocks = static_cast<uint32_t>(facts.sm_count);
+  if (p.block_heads == kTileHeads) return launch_many_parts(p, count, blocks, pdl, stream, taken);
+  *taken = true;
+  return p.block_heads == 32 ? launch_few_parts<32>(p, count, blocks, pdl, stream)
+                             : launch_few_parts<16>(p, count, blocks, pdl, stream);
 }
 
 }  // namespace
@@ -307,10 +369,8 @@ cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStrea
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     p.groups = make_divisor(static_cast<int32_t>(groups));
     p.splits = make_divisor(p.num_splits);
-    if (v.block_heads == kTileHeads) {
-      bool taken = false;
-      if (cudaError_t err = launch_many_parts(p, blocks, pdl, stream, &taken); taken || err != cudaSuccess) return err;
-    }
+    bool taken = false;
+    if (cudaError_t err = launch_parts(p, blocks, pdl, stream, &taken); taken || err != cudaSuccess) return err;
     return launch_kernel(v.kernel, dim3(static_cast<uint32_t>(blocks)), dim3(v.threads), v.shared_bytes, pdl, stream,
                          p);
   }

@@ -28,8 +28,16 @@ __device__ __forceinline__ bool gathers(int warpgroup) {
 
 enum NamedBarrier : int { kConsumersMeet = 1, kRoleEnds = 2 };  // kRoleEnds: one a warpgroup
 // 8, 16 or 32 heads a block: kConsumersMeet, kEmpty one a stage. 8: kScoresFull one a buffer. 16, 32: kScoresFull,
-// kScoresEmpty, kQueryStored, kWeightsEmpty one a buffer.
-enum RawBarrier : int { kScoresFull = 2, kScoresEmpty = 3, kEmpty = 4, kWeightsEmpty = 8, kQueryStored = 10 };
+// kScoresEmpty, kQueryStored, kWeightsEmpty one a buffer; several parts a block: those of one role meet.
+enum RawBarrier : int {
+  kScoresFull = 2,
+  kScoresEmpty = 3,
+  kEmpty = 4,
+  kWeightsEmpty = 8,
+  kQueryStored = 10,
+  kScoreWarpsMeet = 11,
+  kValueWarpsMeet = 12,  // one a warpgroup
+};
 
 // Rows, heads and split of a block.
 struct Part {

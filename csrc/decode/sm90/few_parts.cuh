@@ -1,0 +1,396 @@
+// Blocks of 16 or 32 heads that take one part after the other: unsplit, more parts than SMs; bf16 outputs without amax,
+// query and outputs that start at multiples of 16 bytes. Roles and products are those of few_heads.cuh.
+//
+// A stage has a tile or, before the first tile of a part, its query as it lies in memory, which the scoring warps make
+// the operand of their products when they are done with the part before. Its label says how many tiles follow, so a
+// tile costs what it costs in a block of one part. Outputs leave a value warpgroup by 64 channels, through a small
+// buffer: the stage of the last tile is free as soon as the products are done.
+//
+// barrier            who arrives             what becomes true
+// ends_full[part]    weighing threads        inverse and factor of the part's heads are in ends[]; parts in turn
+// kScoreWarpsMeet    scoring threads         nobody reads Q any more; then: the next part's is stored
+// kValueWarpsMeet+g  value warpgroup g       64 channels of its outputs are in shared memory
+//
+// The others as in few_heads.cuh, but that every tile and every query is released, also the last, and that the warps
+// that wait for room take what is released behind the last tile too.
+//
+// Cycles (1.755 GHz) by clock reads in an instrumented build, 32 heads, 256 rows of 128 + 512 keys, where a tile takes
+// 3200: last scores to the next query stored 6800 (its own part 4600), to the first scores 8900, weights 11300; last
+// products to outputs written 4900, of which the last row of a block, alone on its SM, takes 2200.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "decode/epilogue.cuh"
+#include "decode/finish.cuh"
+#include "decode/query.cuh"
+#include "decode/sm90/few_heads.cuh"
+#include "decode/sm90/gather.cuh"
+#include "decode/sm90/output.cuh"
+#include "decode/sm90/raw_tiles.cuh"
+#include "decode/sm90/work.cuh"
+
+namespace sgl_dsv4::sm90 {
+
+struct FewPartsParams {
+  DecodeParams decode;
+  uint32_t num_parts;  // tokens x groups
+};
+
+template <int kHeads>
+struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>> {
+  using Base = FewHeads<kHeads, FewPartsMemory<kHeads>>;
+  using Base::kRegs;
+  using Base::kValueBlocks;
+  using typename Base::Output;
+  using typename Base::QueryPlace;
+  using typename Base::Shared;
+  using typename Base::Softmax;
+  using typename Base::ValuePlace;
+
+  __device__ __forceinline__ static void init_barriers(Shared& shared) {
+    init_raw_barriers(shared);
+    for (uint64_t& barrier : shared.ends_full) ptx::mbarrier_init(ptx::shared_address(&barrier), kWeighWarps * 32);
+  }
+
+  // Waits for a part's query, whose turn it is. Returns how many tiles come behind it; 0: no more parts.
+  __device__ __forceinline__ static int wait_for_part(const Turn& turn, const Shared& shared) {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
+    return __shfl_sync(kAllLanes, shared.tiles[turn.stage].label.tiles, 0);
+  }
+  // That is done with.
+  __device__ __forceinline__ static void release_query(Turn& turn) {
+    ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
+    turn.skip_stage();
+  }
+
+  // ---- copying ----
+  //
+  // A row's index comes two tiles ahead.
+
+  static constexpr int kCopyThreads = kCopyWarps * 32, kHeadChunks = kHeadDim * 2 / 16;
+  static constexpr int kHeadsAtOnce = kCopyThreads / kHeadChunks;
+  __device__ __forceinline__ static int copy_thread() { return ptx::thread_of_block() & (kCopyThreads - 1); }
+  static_assert(kAttendThreads % kCopyThreads == 0);
+
+  // Starts the copies of a row's rotation, NaN outside the table.
+  __device__ __forceinline__ static void copy_rotation(const float* freqs, int64_t position, int64_t rows,
+                                                       int64_t stride, float* rotation) {
+    const int i = copy_thread();
+    if (freqs == nullptr || i >= kRopeDim) return;
+    if (position >= 0 && position < rows) {
+      ptx::cp_async_4(ptx::shared_address(rotation + i), freqs + position * stride + i);
+    } else {
+      rotation[i] = NAN;
+    }
+  }
+
+  // Of a part's heads, which lie one behind the other; those past the last are zeros.
+  __device__ __forceinline__ static void copy_query(const DecodeParams& p, const Part& part, PartsTile<kHeads>& tile) {
+    const query::Position position = query::load_position(p.query, part.token, p.query.freqs_cis != nullptr);
+    int head = copy_thread() / kHeadChunks;
+    uint32_t to = ptx::shared_address(tile.rows) + copy_thread() * 16;
+    const auto* from = static_cast<const __nv_bfloat16*>(p.q) + part.token * p.stride_q_token +
+                       (part.first_head + head) * p.stride_q_head + copy_thread() % kHeadChunks * 8;
+#pragma unroll 4
+    for (; head < kHeads; head += kHeadsAtOnce) {
+      ptx::cp_async_16_if(head < part.heads, to, from);
+      to += kCopyThreads * 16;
+      from += kHeadsAtOnce * p.stride_q_head;
+    }
+    copy_rotation(p.query.freqs_cis, position.value(p.query), p.query.num_freqs, p.query.stride_freqs_position,
+                  tile.rotation);
+  }
+
+  // What a part's end needs, with its last tile.
+  __device__ __forceinline__ static void copy_ends(const DecodeParams& p, const Part& part, PartsTile<kHeads>& tile) {
+    const CombineParams& f = p.finish;
+    const int64_t position = f.freqs_cis != nullptr ? finish::load_position(part.token, f) : 0;
+    const int head = copy_thread() - kRopeDim;
+    if (head >= 0 && head < kHeads) {
+      if (f.attn_sink != nullptr && head < part.heads) {
+        ptx::cp_async_4(ptx::shared_address(&tile.sinks[head]), f.attn_sink + part.first_head + head);
+      } else {
+        tile.sinks[head] = kMinusInfinity;
+      }
+    }
+    copy_rotation(f.freqs_cis, position, f.num_freqs, f.stride_freqs_position, tile.rotation);
+  }
+
+  __device__ __forceinline__ static void copy_parts(const FewPartsParams& params, Shared& shared) {
+    const DecodeParams& p = params.decode;
+    const int key = copy_key();
+    Turn turn;  // of stages
+    const auto wait_for_room = [&] {
+      if (turn.tile >= kRawStages) ptx::bar_sync(kEmpty + turn.stage, kRawThreads);
+    };
+    const auto set_label = [&](uint32_t at, int tiles) {
+      if (copy_thread() == 0) shared.tiles[turn.stage].label = {at, tiles};
+    };
+#pragma unroll 1
+    for (uint32_t at = ptx::ctaid_x(); at < params.num_parts; at += gridDim.x) {
+      const Part part = part_of(p, kHeads, at);
+      const Lengths lengths = find_lengths(p, part);
+      const Work w = my_work(p, part, lengths, load(lengths));
+      if (w.range.empty()) continue;  // the value warps know
+      int slot = load_slot_inline(p, w, w.range.begin, key);
+      int next_slot = load_slot_inline(p, w, w.range.begin + 1, key);
+      wait_for_room();
+      set_label(at, w.range.end - w.range.begin);
+      copy_query(p, part, shared.tiles[turn.stage]);
+      hand_over(shared.full[turn.stage]);
+      turn.advance();
+#pragma unroll 1
+      for (int tile = w.range.begin; tile < w.range.end; ++tile) {
+        const Row row = locate(p.source[tile >= w.row.main_blocks], slot);
+        slot = next_slot;
+        next_slot = load_slot_inline(p, w, tile + 2, key);
+        wait_for_room();
+        copy_lines(row, shared.tiles[turn.stage]);
+        if (tile + 1 == w.range.end) copy_ends(p, part_of(p, kHeads, at), shared.tiles[turn.stage]);
+        hand_over(shared.full[turn.stage]);
+        turn.advance();
+      }
+    }
+    wait_for_room();
+    set_label(0, 0);
+    hand_over(shared.full[turn.stage]);
+#pragma unroll 1
+    for (int i = min(turn.tile, kRawStages - 1); i > 0; --i)
+      ptx::bar_sync(kEmpty + (turn.tile - i) % kRawStages, kRawThreads);
+  }
+
+  // ---- scores ----
+
+  static constexpr int kScoreWarps = kScoreThreads / 32;
+
+  // A part's query, by both warpgroups, two heads of a warp at a time: what runs once takes longer to come into the
+  // instruction caches than to run.
+  __device__ __forceinline__ static void take_query(const DecodeParams& p, const PartsTile<kHeads>& tile,
+                                                    float* q_scale, Shared& shared) {
+    const int thread = ptx::thread_of_block(), warp = __shfl_sync(kAllLanes, thread / 32, 0), lane = thread % 32;
+    const bool rotates = p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane;
+    query::Factors factors = {};
+    if (rotates) {
+#pragma unroll
+      for (int i = 0; i < query::kPairs; ++i)
+        factors.pair[i] =
+            *reinterpret_cast<const float2*>(tile.rotation + (lane - query::kFirstRopeLane) * query::kVec + 2 * i);
+    }
+    constexpr int kAtOnce = 2;
+    ptx::bar_sync(kScoreWarpsMeet, kScoreThreads);  // nobody reads the one before any more
+#pragma unroll 1
+    for (int first = warp; first < kHeads; first += kAtOnce * kScoreWarps) {
+      const uint32_t raw = ptx::shared_address(tile.rows) + first * kHeadDim * 2 + lane * 16;
+      query::Values heads[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int v = 0; v < query::kVectors; ++v) {
+          const uint4 x = ptx::ld_shared(raw + i * kScoreWarps * kHeadDim * 2 + v * 512);
+          heads[i].vector[v] = {{x.x, x.y, x.z, x.w}};
+        }
+      }
+      const QueryPlace place(shared, first, lane);
+      Base::template store_heads<kAtOnce, kScoreWarps>(p, heads, rotates, factors, place, q_scale + first, lane);
+    }
+    ptx::fence_proxy_async();
+    ptx::bar_sync(kScoreWarpsMeet, kScoreThreads);
+  }
+
+  template <int kPart>
+  __device__ __forceinline__ static void score_tiles(Turn& turn, int tiles, Shared& shared) {
+    const uint64_t query = Base::template query_of<kPart>(shared);
+#pragma unroll 1
+    for (const int end = turn.tile + tiles; turn.tile < end; turn.advance()) {
+      Base::template score_tile<kPart>(turn, query, shared);
+      ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
+    }
+  }
+
+  __device__ __forceinline__ static void score_parts(const DecodeParams& p, int half, Shared& shared) {
+    uint32_t parts = 0;
+    Turn turn;
+#pragma unroll 1
+    while (const int tiles = wait_for_part(turn, shared)) {
+      take_query(p, shared.tiles[turn.stage], shared.q_scale[parts++ & 1], shared);
+      release_query(turn);
+      if (half == 0) {
+        score_tiles<0>(turn, tiles, shared);
+      } else {
+        score_tiles<1>(turn, tiles, shared);
+      }
+    }
+    if (turn.tile > 0) ptx::bar_sync(kScoresEmpty, Base::kScoresThreads);
+  }
+
+  // ---- weights ----
+
+  __device__ __forceinline__ static void weigh_parts(const DecodeParams& p, Shared& shared) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = weigh_warp();
+    const int head = Base::lane_head(warp, lane), head_lane = lane % Base::kHeadLanes;
+    uint32_t parts = 0;
+    Turn turn;
+#pragma unroll 1
+    while (const int tiles = wait_for_part(turn, shared)) {
+      const uint32_t at = shared.tiles[turn.stage].label.part;
+      release_query(turn);
+      Softmax softmax;
+#pragma unroll 1
+      for (const int end = turn.tile + tiles; turn.tile < end; turn.advance()) {
+        ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
+        if (turn.tile >= 2) ptx::bar_sync(kWeightsEmpty + turn.buffer(), Base::kWeightsThreads);
+        Base::store_factors(shared.tiles[turn.stage], warp, lane);
+        ptx::bar_sync(kScoresFull, Base::kScoresThreads);
+        const float scale = p.scale_log2 * shared.q_scale[parts & 1][head];
+        softmax.weigh(shared, turn, true, head, head_lane, scale);
+        ptx::fence_proxy_async();
+        ptx::mbarrier_arrive(ptx::shared_address(&shared.weights_full[turn.buffer()]));
+        if (turn.tile + 1 == end) {
+          const float total = lanes_sum<Base::kHeadLanes>(softmax.total);
+          if (head_lane == 0)
+            finish_head(p, part_of(p, kHeads, at), head, softmax.unit, total, shared.tiles[turn.stage].sinks[head],
+                        shared.ends[parts & 1]);
+          ptx::mbarrier_arrive(ptx::shared_address(&shared.ends_full[parts & 1]));
+        }
+        ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
+      }
+      ++parts;
+    }
+#pragma unroll 1
+    for (int tile = max(turn.tile - 2, 0); tile < turn.tile; ++tile)
+      ptx::bar_sync(kWeightsEmpty + tile % 2, Base::kWeightsThreads);
+  }
+
+  // ---- values ----
+
+  // What a value thread's outputs are multiplied with and rotated by.
+  struct Ends {
+    float2 inverse[kHeads / 8], factor[kHeads / 8];
+    float2 turn;
+
+    __device__ __forceinline__ Ends(const typename Shared::Ends& ends, const float* rotation, int quarter, int lane) {
+      const int column = lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kHeads / 8; ++n) {
+        inverse[n] = *reinterpret_cast<const float2*>(ends.inverse + 8 * n + column);
+        factor[n] = *reinterpret_cast<const float2*>(ends.factor + 8 * n + column);
+        if (inverse[n].x == 0.0f) factor[n].x = 0.0f;  // infinity minus infinity is NaN
+        if (inverse[n].y == 0.0f) factor[n].y = 0.0f;
+      }
+      turn = *reinterpret_cast<const float2*>(rotation + quarter * 16 + pair_of(lane / 4));
+    }
+    // Of the RoPE part a lane has rows g and g + 8, and gives one away: which pair it then has.
+    __device__ __forceinline__ static int pair_of(int g) { return g % 2 != 0 ? g + 7 : g; }
+  };
+
+  // Where 16-byte chunk `chunk` of a row of outputs stands: pairs of words of four pairs of heads hit all banks.
+  __device__ __forceinline__ static int output_chunk(int head, int chunk) { return chunk ^ head / 2 % 4 * 2; }
+
+  // A warpgroup's half of the channels, by blocks of 64: from the accumulators to shared memory, and in lines from
+  // there.
+  __device__ __forceinline__ static void write_part(const DecodeParams& p, const Part& part, Output& o,
+                                                    const ValuePlace& place, const Ends& ends, Shared& shared) {
+    const CombineParams& f = p.finish;
+    const int thread = ptx::thread_of_block() % kWarpgroupThreads, lane = thread % 32, quarter = thread / 32;
+    const int g = lane / 4, column = lane % 4 * 2, group = place.first / kValueBlocks;
+    const bool odd = g % 2 != 0, rotated = f.freqs_cis != nullptr;
+    constexpr int kBuffer = sizeof(shared.outputs[0][0]);
+    const uint32_t buffers = ptx::shared_address(shared.outputs[group]);
+    const uint32_t staged = buffers + column * kRowBytes;
+    constexpr int kChunks = kRowBytes / 16, kRows = kWarpgroupThreads / kChunks;
+    const int first_head = thread / kChunks, chunk = thread % kChunks;
+    auto* to = static_cast<__nv_bfloat16*>(f.out) + part.token * f.stride_out_token +
+               (part.first_head + first_head) * f.stride_out_head + place.first * kBlockChannels + chunk * 8;
+    float least = 1.0f;
+#pragma unroll
+    for (int n = 0; n < kHeads / 8; ++n) least = fminf(least, fminf(ends.inverse[n].x, ends.inverse[n].y));
+    // Rows without keys become zeros, whatever the products of their keys are.
+    if (__any_sync(kAllLanes, least == 0.0f)) {
+#pragma unroll
+      for (int b = 0; b < kValueBlocks; ++b) {
+#pragma unroll
+        for (int i = 0; i < kRegs; ++i) {
+          const float2 inverse = ends.inverse[i / 4];
+          if ((i % 2 == 0 ? inverse.x : inverse.y) == 0.0f) o[b][i] = 0.0f;
+        }
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kValueBlocks; ++b) {
+      const bool rope = b == kValueBlocks - 1 && place.has_rope;
+      const int pair = rope ? Ends::pair_of(g) / 2 : g;  // of the warp's eight of channels
+      const uint32_t at = staged + b % 2 * kBuffer + pair % 4 * 4 + output_chunk(column, quarter * 2 + pair / 4) * 16;
+#pragma unroll
+      for (int i = 0; i < kRegs / 2; ++i) {
+        const int n = i / 2, c = i % 2;
+        const float inverse = c == 0 ? ends.inverse[n].x : ends.inverse[n].y;
+        const float factor = c == 0 ? ends.factor[n].x : ends.factor[n].y;
+        float x = o[b][4 * n + c] * inverse * factor, y = o[b][4 * n + c + 2] * inverse * factor;
+        if (rope) {
+          const float other = __shfl_xor_sync(kAllLanes, odd ? x : y, 4);
+          if (odd) {
+            x = other;
+          } else {
+            y = other;
+          }
+          if (rotated && inverse != 0.0f) epilogue::rotate_back(x, y, ends.turn.x, ends.turn.y);
+        }
+        ptx::st_shared(at + (8 * n + c) * kRowBytes, epilogue::cvt_bf16x2(x, y));
+      }
+      ptx::bar_sync(kValueWarpsMeet + group, kWarpgroupThreads);
+#pragma unroll
+      for (int i = 0; i < kHeads; i += kRows) {
+        const int head = first_head + i;
+        const uint4 v = ptx::ld_shared(buffers + b % 2 * kBuffer + head * kRowBytes + output_chunk(head, chunk) * 16);
+        if (head < part.heads) *reinterpret_cast<uint4*>(to + i * f.stride_out_head + b * kBlockChannels) = v;
+      }
+    }
+  }
+
+  // Parts without keys, by the value warps, who have to wait for the first tile anyway.
+  __device__ __forceinline__ static void write_empty_parts(const FewPartsParams& params, int warp) {
+#pragma unroll 1
+    for (uint32_t at = ptx::ctaid_x(); at < params.num_parts; at += gridDim.x) {
+      const Part part = part_of(params.decode, kHeads, at);
+      const Lengths lengths = find_lengths(params.decode, part);
+      if (my_work(params.decode, part, lengths, load(lengths)).range.empty())
+        write_empty_part(params.decode.finish, part, ptx::thread_of_block() % 32, warp, kValueThreads / 32);
+    }
+  }
+
+  __device__ __forceinline__ static void value_parts(const FewPartsParams& params, Shared& shared) {
+    const DecodeParams& p = params.decode;
+    const int warp = my_warp() - kScoreThreads / 32;
+    write_empty_parts(params, warp);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const ValuePlace place(shared, warp, lane);
+    uint32_t parts = 0;
+    Turn turn;
+#pragma unroll 1
+    while (const int tiles = wait_for_part(turn, shared)) {
+      const uint32_t at = __shfl_sync(kAllLanes, shared.tiles[turn.stage].label.part, 0);
+      release_query(turn);
+      Output o = {};
+      const auto release = [&] {
+        ptx::bar_arrive(kWeightsEmpty + turn.buffer(), Base::kWeightsThreads);
+        ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
+        turn.advance();
+      };
+#pragma unroll 1
+      for (const int last = turn.tile + tiles - 1;; release()) {
+        Base::add_tile(o, place, turn, shared);
+        if (turn.tile == last) break;
+      }
+      ptx::mbarrier_wait(ptx::shared_address(&shared.ends_full[parts & 1]), parts >> 1 & 1);
+      const Ends ends(shared.ends[parts & 1], shared.tiles[turn.stage].rotation, warp % 4, lane);
+      release();
+      write_part(p, part_of(p, kHeads, at), o, place, ends, shared);
+      ++parts;
+    }
+  }
+};
+
+}  // namespace sgl_dsv4::sm90
