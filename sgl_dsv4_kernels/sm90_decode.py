@@ -74,21 +74,21 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    8: Cost(3.699, 2.059, 1.121),
-    16: Cost(5.267, 1.340, 1.186),
-    32: Cost(6.355, 1.227, 1.580),
-    64: Cost(7.581, 0.381, 2.502),
+    8: Cost(4.120, 1.967, 1.086),
+    16: Cost(5.221, 1.595, 1.270),
+    32: Cost(6.631, 1.698, 1.591),
+    64: Cost(7.759, 1.600, 2.233),
 }
-NEXT_PART_US = {16: 1.0, 32: 2.6, 64: 3.055}
+NEXT_PART_US = {16: 1.605, 32: 2.952, 64: 4.223}
 MOST_PARTS = 6
-COMBINE_US = 1.410
-SMALL_COMBINE_US = 1.600
+COMBINE_US = 1.487
+SMALL_COMBINE_US = 1.390
 SMALL_COMBINE_ROWS = 264
-COMBINE_BYTES_PER_US = 4.084e6
+COMBINE_BYTES_PER_US = 4.397e6
 """By heads a block; and the combine kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py`
 from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
 rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
-20 % too short to 19 % too long. Lists of more than 1152 keys are not measured.
+20 % too short to 15 % too long. Lists of more than 1152 keys are not measured.
 
 NEXT_PART_US: prologue and output when a block of so many heads, unsplit, goes on to another row; up to MOST_PARTS of
 them (kMostTurns in csrc/decode/sm90/sparse_decode.cu, which names the outputs: the model knows only bf16).
@@ -119,15 +119,18 @@ class Plan(NamedTuple):
 H200_SMS = 132
 FASTER = (
     ((24, 8, 640), Plan(8, 4)),
+    ((8, 8, 1152), Plan(8, 10)),
     ((1, 16, 128), Plan(8, 2)),
     ((12, 16, 640), Plan(16, 5)),
-    ((4, 16, 1152), Plan(8, 10)),
+    ((4, 16, 1152), Plan(8, 12)),
     ((12, 16, 1152), Plan(16, 11)),
-    ((2, 32, 1152), Plan(8, 12)),
+    ((1, 32, 128), Plan(8, 2)),
+    ((2, 32, 1152), Plan(8, 11)),
+    ((16, 32, 1152), Plan(32, 7)),
     ((16, 64, 640), Plan(32, 4)),
-    ((1, 64, 1152), Plan(8, 12)),
+    ((1, 64, 1152), Plan(8, 10)),
     ((8, 64, 1152), Plan(32, 7)),
-    ((32, 64, 1152), Plan(64, 4)),
+    ((64, 64, 1152), Plan(32, 1)),
 )
 """Of the shapes measured, (rows, heads, keys), those for which the model's plan takes more than 1 % longer than this
 one; 128 heads are looked up as twice the rows of 64. `benchmark/plan_times.py` prints them.
@@ -146,7 +149,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    5.27 + 0.41 + 1.19 = 6.86; partials of 1.3 MB, 1.60 + 0.32. Together 8.78.
+    5.22 + 0.48 + 1.27 = 6.97; partials of 1.3 MB, 1.39 + 0.30. Together 8.66.
     """
     cost = COSTS[plan.block_heads]
     all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))

@@ -160,8 +160,8 @@ def mixed_rows(tokens: int, heads: int) -> td.Problem:
     )
 
 
-# Heads a block, heads, rows. Of 132 SMs, more blocks than those and up to six times as many: they take one row after the
-# other. Then more, which do not; and fewer heads than a block has room for.
+# Heads a block, heads, rows. Of 132 SMs, more blocks than those and up to six times as many: they take one row after
+# the other. Then more, which do not; and fewer heads than a block has room for.
 MANY_ROWS = [
     (64, 64, 133), (64, 64, 300), (64, 64, 700), (64, 128, 67), (64, 128, 300), (64, 8, 150), (64, 32, 290),
     (64, 64, 1000), (32, 32, 133), (32, 32, 300), (32, 32, 700), (32, 64, 67), (32, 128, 190), (32, 8, 150),

@@ -286,9 +286,6 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>> {
     __device__ __forceinline__ static int pair_of(int g) { return g % 2 != 0 ? g + 7 : g; }
   };
 
-  // Where 16-byte chunk `chunk` of a row of outputs stands: pairs of words of four pairs of heads hit all banks.
-  __device__ __forceinline__ static int output_chunk(int head, int chunk) { return chunk ^ head / 2 % 4 * 2; }
-
   // A warpgroup's half of the channels, by blocks of 64: from the accumulators to shared memory, and in lines from
   // there.
   __device__ __forceinline__ static void write_part(const DecodeParams& p, const Part& part, Output& o,

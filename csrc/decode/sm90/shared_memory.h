@@ -196,6 +196,12 @@ struct Label {
   int tiles;
 };
 
+// Where, in a head's row of 64 channels of outputs on their way, its 16-byte chunk `chunk` stands: eight channel pairs
+// of four pairs of heads hit all banks, and so do the chunks of a head.
+SGL_DSV4_HOST_DEVICE constexpr int output_chunk(int head, int chunk) {
+  return chunk ^ head / 2 % 4 * 2;
+}
+
 template <int kHeads>
 struct PartsTile : RawTile {
   alignas(16) float rotation[kRopeDim];  // with the query and with the last tile: (cos, sin) of the row's position
