@@ -38,7 +38,7 @@
 //   tensor cores         16    Q K^T and P V
 //   gather, conversion   19    measured
 //   scores to P V        28    measured, with one warpgroup for all scores instead of two
-//   all                  35    measured
+//   all                  32    measured
 //
 // Around the tiles, cycles (1.755 GHz) by clock reads in an instrumented build, 64 heads a block, unsplit, 128 + 512
 // keys: 32 rows | 128 rows, where the first copies wait for the device memory:
