@@ -132,8 +132,8 @@ def test_plans_for_usual_lengths(heads, keys):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("keys", "usual"), [(704, None), (704, 256), (1152, None)])
 def test_plans_can_be_traced(keys, usual, dynamic):
-    """torch.compile asks for the plan of a number of rows, a symbol if shapes are dynamic. Of 1152 keys and 8 or 32
-    rows it is one of FASTER."""
+    """torch.compile asks for the plan of a number of rows, a symbol if shapes are dynamic. Of 1152 keys and 8 rows it
+    is one of FASTER."""
     torch._dynamo.reset()  # what was compiled before counts against the limit of compilations
 
     def scaled(x):
