@@ -169,25 +169,13 @@ MANY_ROWS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def one_block_a_row(monkeypatch):
-    """Sets the heads a block, whatever the plan says, of unsplit rows."""
-
-    def plan(heads: int) -> None:
-        monkeypatch.setattr(sm90_decode, "cached_plan", lambda *_, **__: sm90_decode.Plan(heads, 1))
-
-    plan(64)
-    return plan
-
-
-@pytest.mark.parametrize(("block_heads", "heads", "tokens"), MANY_ROWS)
+@pytest.mark.parametrize(("block_heads", "heads", "tokens"), MANY_ROWS, indirect=["block_heads"])
 @pytest.mark.parametrize(("with_norm", "with_rope"), [(False, False), (True, True), (True, False), (False, True)])
-def test_more_blocks_than_sms(one_block_a_row, block_heads, heads, tokens, with_norm, with_rope):
+def test_more_blocks_than_sms(block_heads, heads, tokens, with_norm, with_rope):
     """A row is the same bits among many, of which a block takes one after the other, and among few; and every time.
 
     With and without the query's norm and RoPE.
     """
-    one_block_a_row(block_heads)
     problem = mixed_rows(tokens, heads)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
     if with_norm:
@@ -209,11 +197,12 @@ def test_more_blocks_than_sms(one_block_a_row, block_heads, heads, tokens, with_
 
 
 @pytest.mark.parametrize(
-    ("block_heads", "kernel"), [(16, "few_parts_kernel"), (32, "few_parts_kernel"), (64, "many_parts_kernel")]
+    ("block_heads", "kernel"),
+    [(16, "few_parts_kernel"), (32, "few_parts_kernel"), (64, "many_parts_kernel")],
+    indirect=["block_heads"],
 )
-def test_the_kernel_of_many_rows_runs(one_block_a_row, block_heads, kernel):
+def test_the_kernel_of_many_rows_runs(block_heads, kernel):
     """A driver that refuses its tensor maps would leave all to the other kernel."""
-    one_block_a_row(block_heads)
     problem = mixed_rows(sm90_decode.count_sms(DEVICE) + 1, block_heads)
     decode(problem, num_splits=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -222,13 +211,12 @@ def test_the_kernel_of_many_rows_runs(one_block_a_row, block_heads, kernel):
     assert any(kernel in event.key for event in profile.key_averages())
 
 
-@pytest.mark.parametrize("many_heads", [16, 32, 64])
+@pytest.mark.parametrize("block_heads", [16, 32, 64], indirect=True)
 @pytest.mark.parametrize("pdl", [False, True])
-def test_many_rows_in_a_graph(one_block_a_row, monkeypatch, pdl, many_heads):
+def test_many_rows_in_a_graph(block_heads, monkeypatch, pdl):
     """Replays with other queries and lengths; two decodes in turn, so that one starts early behind the other."""
-    one_block_a_row(many_heads)
     monkeypatch.setattr(settings, "pdl", pdl)
-    problem = mixed_rows(200, many_heads)
+    problem = mixed_rows(200, block_heads)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
     changed = {"q": given["q"].flip(0).contiguous()}
     for name in ("topk_length", "extra_topk_length"):  # not longer: what lies behind a length is NaN
@@ -249,11 +237,10 @@ def test_many_rows_in_a_graph(one_block_a_row, monkeypatch, pdl, many_heads):
     assert torch.equal(first.lse, want[1].lse)
 
 
-@pytest.mark.parametrize("many_heads", [16, 32, 64])
-def test_many_rows_of_nan_and_of_infinity(one_block_a_row, many_heads):
+@pytest.mark.parametrize("block_heads", [16, 32, 64], indirect=True)
+def test_many_rows_of_nan_and_of_infinity(block_heads):
     """What is not a number stays in its row and head: NaN keys, NaN queries, scores that overflow, sinks."""
-    one_block_a_row(many_heads)
-    problem = mixed_rows(200, many_heads)
+    problem = mixed_rows(200, block_heads)
     problem.q[3] = math.nan
     problem.q[150, 7] = math.inf
     problem.q[170] *= 2.0**60
@@ -267,17 +254,16 @@ def test_many_rows_of_nan_and_of_infinity(one_block_a_row, many_heads):
     assert not result.out[4, :5].isnan().any()
 
 
-@pytest.mark.parametrize("many_heads", [16, 32, 64])
+@pytest.mark.parametrize("block_heads", [16, 32, 64], indirect=True)
 @pytest.mark.parametrize("shift", [1, 8])
-def test_more_blocks_than_sms_into_views(one_block_a_row, shift, many_heads):
+def test_more_blocks_than_sms_into_views(block_heads, shift):
     """Queries and outputs between others, whose vectors start anywhere; not a byte beside the outputs is written."""
-    one_block_a_row(many_heads)
-    problem = mixed_rows(200, many_heads)
+    problem = mixed_rows(200, block_heads)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
     want = dk.sparse_decode(**given)
-    q = torch.full((201, many_heads + 2, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    q = torch.full((201, block_heads + 2, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
     wide = torch.full_like(q, 7.0)
-    inner = (slice(0, 200), slice(1, many_heads + 1), slice(shift, shift + 512))
+    inner = (slice(0, 200), slice(1, block_heads + 1), slice(shift, shift + 512))
     q[inner] = problem.q
     got = dk.sparse_decode(**(given | dict(q=q[inner])), out=wide[inner])
     assert torch.equal(got.out, want.out)

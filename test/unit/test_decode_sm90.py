@@ -316,42 +316,41 @@ def test_fits_and_is_aligned(tmp_path):
 
 @needs_compiler
 @pytest.mark.parametrize("heads", [16, 32])
-def test_few_heads_fit_and_are_aligned(tmp_path, heads):
-    """Q and the weights of two tiles are operands of wgmma: multiples of 1024, the period of the swizzle."""
+@pytest.mark.parametrize("memory", ["FewHeadsSharedMemory", "FewPartsMemory"])
+def test_few_heads_fit_and_are_aligned(tmp_path, memory, heads):
+    """Q and the weights of two tiles are operands of wgmma: multiples of 1024, the period of the swizzle. Copies of 64
+    bytes of a row are not to cross lines of all banks."""
     body = f"""
-    using Shared = FewHeadsSharedMemory<{heads}>;
-    std::printf("%zu %zu\\n", sizeof(Shared), alignof(Shared));
-    std::printf("%zu %zu %zu\\n", offsetof(Shared, q), offsetof(Shared, weights), sizeof(Shared().weights[0]));
-    std::printf("%zu %zu %zu\\n", offsetof(Shared, tiles), offsetof(Shared, scores), offsetof(Shared, full));
-    std::printf("%zu %zu\\n", sizeof(Shared().results), sizeof(Shared().tiles));"""
-    (size, alignment), operands, (tiles, scores, full), (results, replaced) = run_cpp(tmp_path, body)
-    assert size <= 227 * 1024
-    assert alignment == 1024
-    assert all(place % 1024 == 0 for place in operands)
-    assert tiles % 128 == scores % 16 == full % 8 == 0
-    assert results <= replaced
-
-
-@needs_compiler
-@pytest.mark.parametrize("heads", [16, 32])
-def test_parts_of_few_heads_fit_and_are_aligned(tmp_path, heads):
-    """A query takes the place of a tile's rows; copies of 64 bytes of a row are not to cross lines of all banks."""
-    body = f"""
-    using Shared = FewPartsMemory<{heads}>;
+    using Shared = {memory}<{heads}>;
     std::printf("%zu %zu\\n", sizeof(Shared), alignof(Shared));
     std::printf("%zu %zu %zu\\n", offsetof(Shared, q), offsetof(Shared, weights), sizeof(Shared().weights[0]));
     std::printf("%zu %zu\\n", offsetof(Shared, tiles), sizeof(Shared().tiles[0]));
-    std::printf("%zu %zu %zu\\n", offsetof(Shared, scores), offsetof(Shared, outputs), sizeof(Shared().outputs[0][0]));
-    std::printf("%zu %zu %zu\\n", offsetof(Shared, full), offsetof(Shared, weights_full), offsetof(Shared, ends_full));
-    std::printf("%zu %zu\\n", sizeof(Shared().q), sizeof(Shared().tiles[0].rows));"""
-    (size, alignment), operands, tiles, stored, barriers, (query, rows) = run_cpp(tmp_path, body)
+    std::printf("%zu %zu %zu\\n", offsetof(Shared, scores), offsetof(Shared, full), offsetof(Shared, weights_full));"""
+    (size, alignment), operands, tiles, (scores, *barriers) = run_cpp(tmp_path, body)
     assert size <= 227 * 1024
     assert alignment == 1024
     assert all(place % 1024 == 0 for place in operands)
     assert all(place % 128 == 0 for place in tiles)
-    assert all(place % 16 == 0 for place in stored)
+    assert scores % 16 == 0
     assert all(place % 8 == 0 for place in barriers)
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [16, 32])
+def test_what_replaces_tiles_of_few_heads_fits(tmp_path, heads):
+    """Results all tiles; a part's query the rows of one. Outputs on their way are read in vectors of 16 bytes."""
+    body = f"""
+    using Shared = FewHeadsSharedMemory<{heads}>;
+    using Parts = FewPartsMemory<{heads}>;
+    std::printf("%zu %zu\\n", sizeof(Shared().results), sizeof(Shared().tiles));
+    std::printf("%zu %zu\\n", sizeof(Parts().q), sizeof(Parts().tiles[0].rows));
+    std::printf("%zu %zu\\n", offsetof(Parts, outputs), sizeof(Parts().outputs[0][0]));
+    std::printf("%zu\\n", offsetof(Parts, ends_full));"""
+    (results, tiles), (query, rows), outputs, (ends_full,) = run_cpp(tmp_path, body)
+    assert results <= tiles
     assert query <= rows
+    assert all(place % 16 == 0 for place in outputs)
+    assert ends_full % 8 == 0
 
 
 @needs_compiler

@@ -14,6 +14,9 @@
 // The others as in few_heads.cuh, but that every tile and every query is released, also the last, and that the warps
 // that wait for room take what is released behind the last tile too.
 //
+// Shared memory, KiB, 16 | 32 heads: four stages 152, scores 9 | 17, Q 16 | 32, P 4 | 8, outputs 8 | 16. Registers as
+// in few_heads.cuh.
+//
 // Cycles (1.755 GHz) by clock reads in an instrumented build, 32 heads, 256 rows of 128 + 512 keys, where a tile takes
 // 3200: last scores to the next query stored 6800 (its own part 4600), to the first scores 8900, weights 11300; last
 // products to outputs written 4900, of which the last row of a block, alone on its SM, takes 2200.
@@ -271,7 +274,7 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>> {
     float2 inverse[kHeads / 8], factor[kHeads / 8];
     float2 turn;
 
-    __device__ __forceinline__ Ends(const typename Shared::Ends& ends, const float* rotation, int quarter, int lane) {
+    __device__ __forceinline__ Ends(const PartEnds<kHeads>& ends, const float* rotation, int quarter, int lane) {
       const int column = lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kHeads / 8; ++n) {

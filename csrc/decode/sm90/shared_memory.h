@@ -209,6 +209,13 @@ struct PartsTile : RawTile {
   Label label;                           // with the query
 };
 
+// What a part's values are to be multiplied by: of a head's sum of weights, and of the sink.
+template <int kHeads>
+struct PartEnds {
+  float inverse[kHeads];
+  float factor[kHeads];
+};
+
 template <int kHeads>
 struct alignas(1024) FewPartsMemory {
   uint8_t q[kHeads * kHeadDim * 2];
@@ -220,10 +227,7 @@ struct alignas(1024) FewPartsMemory {
   float decay[2][kHeads];
   // Of parts in turn.
   float q_scale[2][kHeads];
-  struct Ends {
-    float inverse[kHeads];
-    float factor[kHeads];
-  } ends[2];
+  PartEnds<kHeads> ends[2];
   uint64_t ends_full[2];
   uint64_t full[kRawStages];
   uint64_t weights_full[2];

@@ -305,14 +305,15 @@ cudaError_t raise_shared_memory_limits() {
 // done.
 constexpr int kMostTurns = 6;
 
-bool takes_parts(const DecodeParams& p, int64_t parts, int sm_count) {
+// Whether such blocks take it, whatever the number of parts.
+bool suits_parts(const DecodeParams& p) {
   const CombineParams& f = p.finish;
   const bool aligned =
       p.q_is_aligned &&
       ((reinterpret_cast<uint64_t>(f.out) | static_cast<uint64_t>(f.stride_out_token | f.stride_out_head) * 2) & 15) ==
           0;
   return p.block_heads != kEightHeads && p.o_accum == nullptr && f.output == OutputKind::kBf16 && f.amax == nullptr &&
-         aligned && parts > sm_count && parts <= static_cast<int64_t>(kMostTurns) * sm_count;
+         aligned;
 }
 
 template <int kHeads>
@@ -345,9 +346,10 @@ cudaError_t launch_many_parts(const DecodeParams& p, uint32_t parts, uint32_t bl
 
 // By as many blocks as there are SMs, if there are more parts than that, and of what such blocks take.
 cudaError_t launch_parts(const DecodeParams& p, int64_t parts, bool pdl, cudaStream_t stream, bool* taken) {
+  if (!suits_parts(p)) return cudaSuccess;
   DeviceFacts facts;
   if (cudaError_t err = device_facts(&facts); err != cudaSuccess) return err;
-  if (!takes_parts(p, parts, facts.sm_count)) return cudaSuccess;
+  if (parts <= facts.sm_count || parts > static_cast<int64_t>(kMostTurns) * facts.sm_count) return cudaSuccess;
   const uint32_t count = static_cast<uint32_t>(parts), blocks = static_cast<uint32_t>(facts.sm_count);
   if (p.block_heads == kTileHeads) return launch_many_parts(p, count, blocks, pdl, stream, taken);
   *taken = true;
