@@ -119,7 +119,7 @@ def main() -> None:
         for heads, block_heads in cases if hopper else ():
             sm90(heads, block_heads)
         if hopper:
-            for heads, block_heads in ((64, 64), (128, 64), (32, 32), (64, 32), (16, 16)):
+            for heads, block_heads in ((64, 64), (128, 64), (32, 32), (64, 32), (16, 16), (8, 8)):
                 many_rows(heads, block_heads)
         query()
         combine(8)

@@ -166,6 +166,7 @@ MANY_ROWS = [
     (64, 64, 133), (64, 64, 300), (64, 64, 700), (64, 128, 67), (64, 128, 300), (64, 8, 150), (64, 32, 290),
     (64, 64, 1000), (32, 32, 133), (32, 32, 300), (32, 32, 700), (32, 64, 67), (32, 128, 190), (32, 8, 150),
     (32, 32, 1000), (16, 16, 133), (16, 16, 300), (16, 16, 700), (16, 64, 37), (16, 64, 190), (16, 8, 150),
+    (8, 8, 133), (8, 8, 300), (8, 8, 700), (8, 64, 17), (8, 64, 90), (8, 8, 1000),
 ]  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def test_more_blocks_than_sms(block_heads, heads, tokens, with_norm, with_rope):
 
 @pytest.mark.parametrize(
     ("block_heads", "kernel"),
-    [(16, "few_parts_kernel"), (32, "few_parts_kernel"), (64, "many_parts_kernel")],
+    [(8, "eight_parts_kernel"), (16, "few_parts_kernel"), (32, "few_parts_kernel"), (64, "many_parts_kernel")],
     indirect=["block_heads"],
 )
 def test_the_kernel_of_many_rows_runs(block_heads, kernel):
@@ -211,7 +212,6 @@ def test_the_kernel_of_many_rows_runs(block_heads, kernel):
     assert any(kernel in event.key for event in profile.key_averages())
 
 
-@pytest.mark.parametrize("block_heads", [16, 32, 64], indirect=True)
 @pytest.mark.parametrize("pdl", [False, True])
 def test_many_rows_in_a_graph(block_heads, monkeypatch, pdl):
     """Replays with other queries and lengths; two decodes in turn, so that one starts early behind the other."""
@@ -237,7 +237,6 @@ def test_many_rows_in_a_graph(block_heads, monkeypatch, pdl):
     assert torch.equal(first.lse, want[1].lse)
 
 
-@pytest.mark.parametrize("block_heads", [16, 32, 64], indirect=True)
 def test_many_rows_of_nan_and_of_infinity(block_heads):
     """What is not a number stays in its row and head: NaN keys, NaN queries, scores that overflow, sinks."""
     problem = mixed_rows(200, block_heads)
@@ -254,7 +253,6 @@ def test_many_rows_of_nan_and_of_infinity(block_heads):
     assert not result.out[4, :5].isnan().any()
 
 
-@pytest.mark.parametrize("block_heads", [16, 32, 64], indirect=True)
 @pytest.mark.parametrize("shift", [1, 8])
 def test_more_blocks_than_sms_into_views(block_heads, shift):
     """Queries and outputs between others, whose vectors start anywhere; not a byte beside the outputs is written."""

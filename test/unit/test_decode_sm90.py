@@ -164,14 +164,13 @@ def test_rows_that_a_block_goes_on_to():
     def turns(count: int, block_heads: int) -> float:
         return predicted_us(132 * count, block_heads, 640, 132, Plan(block_heads, 1))
 
-    assert set(sm90_decode.NEXT_PART_US) == {16, 32, 64}
+    assert set(sm90_decode.NEXT_PART_US) == {8, 16, 32, 64}
     for block_heads, next_part in sm90_decode.NEXT_PART_US.items():
         tiles = 10 * sm90_decode.COSTS[block_heads].tile
         for count in range(2, sm90_decode.MOST_PARTS + 1):
             assert turns(count, block_heads) - turns(count - 1, block_heads) == pytest.approx(next_part + tiles)
         most = sm90_decode.MOST_PARTS + 1
         assert turns(most, block_heads) == pytest.approx(most * turns(1, block_heads))
-    assert turns(2, 8) == pytest.approx(2 * turns(1, 8))
 
 
 def test_callers_plan_for_usual_lengths(monkeypatch):
@@ -303,15 +302,30 @@ def test_descriptors(tmp_path):
 def test_fits_and_is_aligned(tmp_path):
     body = """
     std::printf("%zu %zu %zu %zu\\n", sizeof(SharedMemory), offsetof(SharedMemory, keys),
-                offsetof(SharedMemory, weights), offsetof(SharedMemory, barriers));
-    std::printf("%zu %zu %zu %zu\\n", sizeof(RawTile), offsetof(EightHeadsSharedMemory, tiles),
-                offsetof(EightHeadsSharedMemory, q), offsetof(EightHeadsSharedMemory, full));
-    std::printf("%zu\\n", sizeof(EightHeadsSharedMemory));"""
-    sizes, eight, (eight_bytes,) = run_cpp(tmp_path, body)
-    assert max(sizes[0], eight_bytes) <= 227 * 1024
-    assert all(offset % 1024 == 0 for offset in sizes[1:3])
-    assert all(place % 128 == 0 for place in eight[:3])
-    assert sizes[3] % 8 == eight[3] % 8 == 0
+                offsetof(SharedMemory, weights), offsetof(SharedMemory, barriers));"""
+    ((size, keys, weights, barriers),) = run_cpp(tmp_path, body)
+    assert size <= 227 * 1024
+    assert keys % 1024 == weights % 1024 == 0
+    assert barriers % 8 == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("memory", ["EightHeadsSharedMemory", "EightPartsMemory"])
+def test_eight_heads_fit_and_are_aligned(tmp_path, memory):
+    """Copies of 64 bytes of a row are not to cross lines of all banks; a part's query takes the rows of one tile."""
+    body = f"""
+    using Shared = {memory};
+    std::printf("%zu %zu\\n", sizeof(Shared), alignof(Shared));
+    std::printf("%zu %zu\\n", offsetof(Shared, tiles), sizeof(Shared().tiles[0]));
+    std::printf("%zu %zu\\n", offsetof(Shared, q), sizeof(EightPartsMemory().q[0]));
+    std::printf("%zu %zu\\n", offsetof(Shared, full), offsetof(Shared, weights_full));
+    std::printf("%zu\\n", sizeof(EightPartsMemory().tiles[0].rows));"""
+    (size, alignment), tiles, queries, barriers, (rows,) = run_cpp(tmp_path, body)
+    assert size <= 227 * 1024
+    assert alignment == 128
+    assert all(place % 128 == 0 for place in (*tiles, *queries))
+    assert all(place % 8 == 0 for place in barriers)
+    assert queries[1] <= rows
 
 
 @needs_compiler

@@ -46,8 +46,9 @@
 
 namespace sgl_dsv4::sm90 {
 
+template <typename SharedMemory = EightHeadsSharedMemory>
 struct EightHeads {
-  using Shared = EightHeadsSharedMemory;
+  using Shared = SharedMemory;
   static constexpr int kBlockHeads = kEightHeads;
   static constexpr bool kEmptyApart = false;
   static constexpr int kCopyRegisters = kEightCopyRegisters, kWeighRegisters = kEightWeighRegisters;
@@ -62,6 +63,10 @@ struct EightHeads {
   static_assert(kWarpChannels == 32 && kQuantGroup % kWarpChannels == 0 && kAttendWarps == 4 * kQuarters);
 
   static constexpr int kScoresThreads = kAttendThreads + kWeighWarps * 32;  // of a barrier between these roles
+
+  __device__ __forceinline__ static uint32_t tile_at(const Turn& turn) {
+    return static_cast<uint32_t>(turn.stage * sizeof(Shared::tiles[0]));
+  }
 
   // ---- weighing ----
 
@@ -137,15 +142,14 @@ struct EightHeads {
 
   // ---- the query ----
 
-  // Its norm and rotation, where they are asked for; then divided by 2^e, and to fp16 but for the RoPE part.
+  // Its norm and rotation, where they are asked for; then divided by 2^e, and to fp16 but for the RoPE part. To Q at
+  // `q`.
   __device__ __forceinline__ static void store_head(const DecodeParams& p, query::Values (&values)[1],
-                                                    query::Position position, Shared& shared, int head, int lane) {
+                                                    const query::Factors& factors, uint32_t q, float* q_scale, int head,
+                                                    int lane) {
     constexpr int kLast = query::kVectors - 1;
     const bool rope = lane >= query::kFirstRopeLane;
     query::Values& v = values[0];
-    query::Factors factors = {};
-    if (p.query.freqs_cis != nullptr && rope)
-      factors = query::load_factors<false>(p.query, position, lane - query::kFirstRopeLane);
     if (p.query.has_norm) query::normalise(values, p.query.eps);
     if (p.query.freqs_cis != nullptr && rope) query::rotate(v.vector[kLast], factors);
 
@@ -159,9 +163,9 @@ struct EightHeads {
         const float low = x.x * down, high = x.y * down;
         word = i == kLast && rope ? ptx::cvt_bf16x2(low, high) : ptx::cvt_f16x2(low, high);
       }
-      st_query(ptx::shared_address(shared.q) + q_offset(head, (32 * i + lane) * query::kVec, kEightHeads), v.vector[i]);
+      st_query(q + q_offset(head, (32 * i + lane) * query::kVec, kEightHeads), v.vector[i]);
     }
-    if (lane == 0) shared.q_scale[head] = power_of_two(e);
+    if (lane == 0) q_scale[head] = power_of_two(e);
   }
 
   // ---- scores ----
@@ -190,7 +194,7 @@ struct EightHeads {
     __device__ __forceinline__ QueryPlace(const Shared& shared, int quarter, int lane) {
       const int g = lane / 4, part = lane % 4;
       const bool rope = quarter == kQuarters - 1;
-      const uint32_t at = ptx::shared_address(shared.q);
+      const uint32_t at = ptx::shared_address(&shared.q);
       half[0] = at + q_offset(g, quarter * 2 * kQuantGroup + part * 16, kEightHeads);
       half[1] = rope ? at + q_offset(g, kNopeDim + part * 8, kEightHeads) : half[0] + kEightHeads * kRowBytes;
       other = rope ? kRowBytes / 2 : 16;
@@ -200,9 +204,10 @@ struct EightHeads {
     }
   };
 
-  __device__ __forceinline__ static void load_query(Query (&q)[2], const QueryPlace& place) {
-    load_half(q[0], place.half[0], 16);
-    load_half(q[1], place.half[1], place.other);
+  // `at`: where Q is, from the first one on.
+  __device__ __forceinline__ static void load_query(Query (&q)[2], const QueryPlace& place, uint32_t at = 0) {
+    load_half(q[0], place.half[0] + at, 16);
+    load_half(q[1], place.half[1] + at, place.other);
   }
 
   // The sums of a group of 64 channels: `upper`, `lower` a lane's 16 codes of keys g and g + 8.
@@ -232,7 +237,7 @@ struct EightHeads {
     __device__ __forceinline__ ScorePlace(const Shared& shared, int warp, int lane) {
       const int quarter = warp / 4, first_key = warp % 4 * 16;
       const int key = first_key + lane % 16, group = 2 * quarter + lane / 16;
-      const RawTile& tile = shared.tiles[0];
+      const auto& tile = shared.tiles[0];
       row = ptx::shared_address(tile.rows) + raw_offset(first_key + lane / 4, lane % 4) + quarter * kQuarterBytes;
       scale = ptx::shared_address(&tile.scales[key][group]);
       scores = ptx::shared_address(&shared.scores[0][quarter][lane % 4 * 2][first_key + lane / 4]);
@@ -249,9 +254,9 @@ struct EightHeads {
                                                     const ScorePlace& place, const Turn& turn, int lane) {
     constexpr int kLower = 8 * kRawRowBytes;
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
-    const uint32_t row = place.row + turn.tile_at();
+    const uint32_t row = place.row + tile_at(turn);
     const uint4 upper0 = ptx::ld_shared(row), lower0 = ptx::ld_shared(row + kLower);
-    const uint32_t byte = ptx::ld_shared_8(place.scale + turn.tile_at());
+    const uint32_t byte = ptx::ld_shared_8(place.scale + tile_at(turn));
     const uint4 upper1 = ptx::ld_shared(row + 64), lower1 = ptx::ld_shared(row + kLower + 64);
 
     const uint32_t e = place.scale_is_one ? 127 : byte;
@@ -308,7 +313,7 @@ struct EightHeads {
     __device__ __forceinline__ bool has_codes() const { return group < kNumScales; }
 
     __device__ __forceinline__ ValuePlace(const Shared& shared, int warp, int lane) {
-      const RawTile& tile = shared.tiles[0];
+      const auto& tile = shared.tiles[0];
       group = value_group(warp);
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
@@ -357,7 +362,7 @@ struct EightHeads {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
-        const uint4 v = ptx::ldmatrix_trans(place.rows[piece] + turn.tile_at() + half * 32 * kRawRowBytes);
+        const uint4 v = ptx::ldmatrix_trans(place.rows[piece] + tile_at(turn) + half * 32 * kRawRowBytes);
         const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -370,7 +375,7 @@ struct EightHeads {
 #pragma unroll
     for (int i = 0; i < kPieces * 16; ++i) ptx::keep(a[i / 16][i / 4 % 4][i % 4]);  // before the wait for the weights
     wait_for_weights(shared, turn);
-    if (ptx::ld_shared_32(place.large + turn.tile_at()) != 0) {
+    if (ptx::ld_shared_32(place.large + tile_at(turn)) != 0) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const uint32_t factor = second_pair(shared.tiles[turn.stage], place.group, 8 * i + lane % 4 * 2);
@@ -382,7 +387,7 @@ struct EightHeads {
       }
     }
     uint32_t b[8], factors[8];
-    load_pairs(factors, place.factors + turn.tile_at());
+    load_pairs(factors, place.factors + tile_at(turn));
     load_weights(b, o, shared, place, turn);
 #pragma unroll
     for (int i = 0; i < 8; ++i) b[i] = ptx::mul_bf16x2(b[i], factors[i]);
@@ -405,7 +410,7 @@ struct EightHeads {
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
-        const uint4 v = ptx::ldmatrix_trans(place.rows[piece] + turn.tile_at() + k * 16 * kRawRowBytes);
+        const uint4 v = ptx::ldmatrix_trans(place.rows[piece] + tile_at(turn) + k * 16 * kRawRowBytes);
         ptx::mma_bf16(o[piece], v.x, v.y, v.z, v.w, b[2 * k], b[2 * k + 1]);
       }
     }
@@ -475,7 +480,12 @@ struct EightHeads {
         query::load_position(p.query, position_at, loads_q && p.query.freqs_cis != nullptr);
     const RowLengths lengths = load(lengths_at);
     __syncwarp();  // keeps the loads here
-    if (loads_q) store_head(p, head, position, shared, warp, lane);
+    if (loads_q) {
+      query::Factors factors = {};
+      if (p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane)
+        factors = query::load_factors<false>(p.query, position, lane - query::kFirstRopeLane);
+      store_head(p, head, factors, ptx::shared_address(shared.q), shared.q_scale, warp, lane);
+    }
     const Work w = my_work(p, part, lengths_at, lengths);
     if (w.range.empty()) return Done::kEmpty;
     if (p.o_accum == nullptr && warp >= kAttendWarps - kRopeDim / 32)

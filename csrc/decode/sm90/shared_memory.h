@@ -216,6 +216,20 @@ struct PartEnds {
   float factor[kHeads];
 };
 
+struct alignas(128) EightPartsMemory {
+  PartsTile<kEightHeads> tiles[kRawStages];
+  uint8_t q[2][kEightHeads * kHeadDim * 2];  // of parts in turn
+  float scores[2][4][kEightHeads][kScorePitch];
+  uint16_t weights[2][kEightHeads][kTileKeys + 8];
+  float decay[2][kEightHeads];
+  float q_scale[2][kEightHeads];
+  PartEnds<kEightHeads> ends[2];
+  uint64_t ends_full[2];
+  uint64_t full[kRawStages];
+  uint64_t weights_full[2];
+};
+static_assert(sizeof(EightPartsMemory) <= 227 * 1024);
+
 template <int kHeads>
 struct alignas(1024) FewPartsMemory {
   uint8_t q[kHeads * kHeadDim * 2];

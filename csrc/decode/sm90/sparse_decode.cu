@@ -1,7 +1,7 @@
 // The Hopper decode kernels, warp-specialised: a block has one row, one split and 64, 32, 16 or 8 heads. With 8
 // (eight_heads.cuh), 16 and 32 (few_heads.cuh) a tile's rows stay in shared memory as the cache has them
-// (raw_tiles.cuh); roles and barriers are in the head comments of these files. With more than 8 there is a kernel too
-// whose blocks take one row after the other (few_parts.cuh, many_parts.cuh). With 64 (gather.cuh, attend.cuh):
+// (raw_tiles.cuh); roles and barriers are in the head comments of these files. There are kernels too whose blocks take
+// one row after the other (eight_parts.cuh, few_parts.cuh, many_parts.cuh). With 64 heads (gather.cuh, attend.cuh):
 //
 //   index lists -> cp.async ring -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys
 //   keys -> 2 attending warpgroups, a tile in turn: scores, softmax -> weights -> both: O = O decay + P V
@@ -56,6 +56,7 @@
 #include "common/tensor_map.h"
 #include "decode/sm90/attend.cuh"
 #include "decode/sm90/eight_heads.cuh"
+#include "decode/sm90/eight_parts.cuh"
 #include "decode/sm90/few_heads.cuh"
 #include "decode/sm90/few_parts.cuh"
 #include "decode/sm90/gather.cuh"
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
 
 // A block takes one part after the other.
 template <int kHeads>
-__global__ void __launch_bounds__(kRawThreads, 1) few_parts_kernel(const __grid_constant__ FewPartsParams p) {
+__global__ void __launch_bounds__(kRawThreads, 1) few_parts_kernel(const __grid_constant__ RawPartsParams p) {
   using Kernel = FewParts<kHeads>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_bytes);
@@ -261,6 +262,31 @@ __global__ void __launch_bounds__(kRawThreads, 1) few_parts_kernel(const __grid_
   }
 }
 
+__global__ void __launch_bounds__(kRawThreads, 1) eight_parts_kernel(const __grid_constant__ RawPartsParams p) {
+  using Kernel = EightParts;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<Kernel::Shared*>(shared_bytes);
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    Kernel::init_barriers(shared);
+    ptx::mbarrier_init_fence();
+  }
+  const int warp = my_warp();
+  __syncthreads();
+  if (copies(warp)) {
+    ptx::setmaxnreg_dec<kEightCopyRegisters>();
+    ptx::griddepcontrol_wait();
+    Kernel::copy_parts(p, shared);
+  } else if (weighs(warp)) {
+    ptx::setmaxnreg_dec<kEightWeighRegisters>();
+    ptx::griddepcontrol_wait();
+    Kernel::weigh_parts(p.decode, shared);
+  } else {
+    ptx::setmaxnreg_inc<kEightAttendRegisters>();
+    Kernel::attend_parts(p, shared);
+  }
+}
+
 // ---- host ----
 
 struct Variant {
@@ -275,7 +301,7 @@ constexpr Variant raw_tiles_variant = {Kernel::kBlockHeads, kRawThreads, raw_til
                                        sizeof(typename Kernel::Shared)};
 
 constexpr Variant kVariants[] = {
-    raw_tiles_variant<EightHeads>,
+    raw_tiles_variant<EightHeads<>>,
     raw_tiles_variant<FewHeads<16>>,
     raw_tiles_variant<FewHeads<32>>,
     {kTileHeads, kTileThreads, sparse_decode_kernel, sizeof(SharedMemory)},
@@ -290,6 +316,7 @@ cudaError_t raise_shared_memory_limits() {
     cudaError_t err = cudaSuccess;
     for (const Variant& v : kVariants)
       if (err == cudaSuccess) err = raise(v.kernel, v.shared_bytes);
+    if (err == cudaSuccess) err = raise(eight_parts_kernel, sizeof(EightPartsMemory));
     if (err == cudaSuccess) err = raise(few_parts_kernel<16>, sizeof(FewPartsMemory<16>));
     if (err == cudaSuccess) err = raise(few_parts_kernel<32>, sizeof(FewPartsMemory<32>));
     if (err == cudaSuccess) err = raise(many_parts_kernel, sizeof(PartsMemory));
@@ -312,14 +339,7 @@ bool suits_parts(const DecodeParams& p) {
       p.q_is_aligned &&
       ((reinterpret_cast<uint64_t>(f.out) | static_cast<uint64_t>(f.stride_out_token | f.stride_out_head) * 2) & 15) ==
           0;
-  return p.block_heads != kEightHeads && p.o_accum == nullptr && f.output == OutputKind::kBf16 && f.amax == nullptr &&
-         aligned;
-}
-
-template <int kHeads>
-cudaError_t launch_few_parts(const DecodeParams& p, uint32_t parts, uint32_t blocks, bool pdl, cudaStream_t stream) {
-  return launch_kernel(few_parts_kernel<kHeads>, dim3(blocks), dim3(kRawThreads), sizeof(FewPartsMemory<kHeads>), pdl,
-                       stream, FewPartsParams{p, parts});
+  return p.o_accum == nullptr && f.output == OutputKind::kBf16 && f.amax == nullptr && aligned;
 }
 
 // 64 heads, if the driver has tensor maps. `taken`: it was launched.
@@ -353,8 +373,12 @@ cudaError_t launch_parts(const DecodeParams& p, int64_t parts, bool pdl, cudaStr
   const uint32_t count = static_cast<uint32_t>(parts), blocks = static_cast<uint32_t>(facts.sm_count);
   if (p.block_heads == kTileHeads) return launch_many_parts(p, count, blocks, pdl, stream, taken);
   *taken = true;
-  return p.block_heads == 32 ? launch_few_parts<32>(p, count, blocks, pdl, stream)
-                             : launch_few_parts<16>(p, count, blocks, pdl, stream);
+  const auto launch = [&](auto* kernel, size_t bytes) {
+    return launch_kernel(kernel, dim3(blocks), dim3(kRawThreads), bytes, pdl, stream, RawPartsParams{p, count});
+  };
+  if (p.block_heads == kEightHeads) return launch(eight_parts_kernel, sizeof(EightPartsMemory));
+  if (p.block_heads == 16) return launch(few_parts_kernel<16>, sizeof(FewPartsMemory<16>));
+  return launch(few_parts_kernel<32>, sizeof(FewPartsMemory<32>));
 }
 
 }  // namespace

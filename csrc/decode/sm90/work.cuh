@@ -35,7 +35,8 @@ enum RawBarrier : int {
   kEmpty = 4,
   kWeightsEmpty = 8,
   kQueryStored = 10,
-  kScoreWarpsMeet = 11,
+  kScoreWarpsMeet = 11,  // 8 heads: kAttendWarpsMeet
+  kAttendWarpsMeet = kScoreWarpsMeet,
   kValueWarpsMeet = 12,  // one a warpgroup
 };
 
