@@ -51,12 +51,11 @@ class Time(NamedTuple):
 
 
 Constants = dict[str, float]
-"""fixed_8, crowded_8, tile_8, ..., next_part_16, ... by heads a block; small_combine, combine; partials: microseconds a
+"""fixed_8, crowded_8, tile_8, next_row_8, ... by heads a block; small_combine, combine; partials: microseconds a
 byte."""
 
 NAMES = (
     *(f"{field}_{heads}" for heads in sm90_decode.COSTS for field in Cost._fields),
-    *(f"next_part_{heads}" for heads in sm90_decode.NEXT_PART_US),
     "small_combine",
     "combine",
     "partials",
@@ -70,7 +69,6 @@ def predicted(constants: Mapping[str, float], times: Iterable[Time]) -> list[flo
     with mock.patch.multiple(
         sm90_decode,
         COSTS=costs,
-        NEXT_PART_US={n: value(f"next_part_{n}", 0.0) for n in sm90_decode.NEXT_PART_US},
         SMALL_COMBINE_US=value("small_combine", 0.0),
         COMBINE_US=value("combine", 0.0),
         COMBINE_BYTES_PER_US=1 / max(value("partials", 0.0), 1e-30),
@@ -174,8 +172,6 @@ def report(times: list[Time]) -> None:
     for heads in sm90_decode.COSTS:
         values = ", ".join(f"{constants.get(f'{field}_{heads}', 0.0):.3f}" for field in Cost._fields)
         print(f"{heads:3} heads a block: Cost({values})")
-    for heads in sm90_decode.NEXT_PART_US:
-        print(f"{heads:3} heads a block: next part {constants.get(f'next_part_{heads}', 0.0):.3f} us")
     print(f"combine {constants.get('combine', 0.0):.3f}, of few rows {constants.get('small_combine', 0.0):.3f} us")
     if constants.get("partials"):
         print(f"partials {1e-6 / constants['partials']:.3f}e6 bytes a us")

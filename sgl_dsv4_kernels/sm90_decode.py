@@ -66,32 +66,33 @@ def unsupported(main: Source, extra: Source | None) -> str | None:
 
 
 class Cost(NamedTuple):
-    """Microseconds of a block on an H200: prologue and output, more of it when all SMs run, and a tile of 64 keys."""
+    """Microseconds of a block on an H200: prologue and output, more of it when all SMs run, a tile of 64 keys; prologue
+    and output where it goes on to another row."""
 
     fixed: float
     crowded: float
     tile: float
+    next_row: float
 
 
 COSTS = {
-    8: Cost(4.120, 1.967, 1.086),
-    16: Cost(5.221, 1.595, 1.270),
-    32: Cost(6.631, 1.698, 1.591),
-    64: Cost(7.759, 1.600, 2.233),
+    8: Cost(3.775, 2.169, 1.149, 2.543),
+    16: Cost(5.299, 1.724, 1.213, 1.886),
+    32: Cost(6.849, 1.983, 1.460, 3.408),
+    64: Cost(8.492, 2.327, 2.192, 3.273),
 }
-NEXT_PART_US = {8: 2.5, 16: 1.605, 32: 2.952, 64: 4.223}
 MOST_PARTS = 6
-COMBINE_US = 1.487
-SMALL_COMBINE_US = 1.390
+COMBINE_US = 1.673
+SMALL_COMBINE_US = 1.571
 SMALL_COMBINE_ROWS = 264
-COMBINE_BYTES_PER_US = 4.397e6
+COMBINE_BYTES_PER_US = 5.740e6
 """By heads a block; and the combine kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py`
 from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
 rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
-20 % too short to 15 % too long. Lists of more than 1152 keys are not measured.
+18 % too short to 12 % too long. Lists of more than 1152 keys are not measured.
 
-NEXT_PART_US: prologue and output when a block of so many heads, unsplit, goes on to another row; up to MOST_PARTS of
-them (kMostTurns in csrc/decode/sm90/sparse_decode.cu, which names the outputs: the model knows only bf16).
+MOST_PARTS: rows that a block takes at most, unsplit; with more of them every row is a block of its own (kMostTurns in
+csrc/decode/sm90/sparse_decode.cu, which names the outputs: the model knows only bf16).
 
 SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
 csrc/decode/combine.cu).
@@ -122,15 +123,12 @@ FASTER = (
     ((8, 8, 1152), Plan(8, 10)),
     ((1, 16, 128), Plan(8, 2)),
     ((12, 16, 640), Plan(16, 5)),
-    ((4, 16, 1152), Plan(8, 12)),
-    ((12, 16, 1152), Plan(16, 11)),
-    ((1, 32, 128), Plan(8, 2)),
-    ((2, 32, 1152), Plan(8, 11)),
-    ((16, 32, 1152), Plan(32, 7)),
-    ((16, 64, 640), Plan(32, 4)),
-    ((1, 64, 1152), Plan(8, 10)),
-    ((8, 64, 1152), Plan(32, 7)),
-    ((64, 64, 1152), Plan(32, 1)),
+    ((12, 16, 1152), Plan(16, 10)),
+    ((4, 32, 640), Plan(8, 6)),
+    ((2, 32, 1152), Plan(8, 12)),
+    ((2, 64, 640), Plan(8, 6)),
+    ((1, 64, 1152), Plan(8, 12)),
+    ((32, 64, 1152), Plan(64, 4)),
 )
 """Of the shapes measured, (rows, heads, keys), those for which the model's plan takes more than 1 % longer than this
 one; 128 heads are looked up as twice the rows of 64. `benchmark/plan_times.py` prints them.
@@ -149,7 +147,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    5.22 + 0.48 + 1.27 = 6.97; partials of 1.3 MB, 1.39 + 0.30. Together 8.66.
+    5.30 + 0.52 + 1.21 = 7.03; partials of 1.3 MB, 1.57 + 0.23. Together 8.83.
     """
     cost = COSTS[plan.block_heads]
     all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
@@ -157,8 +155,8 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     blocks = rows * -(-heads // plan.block_heads) * splits
     waves = -(-blocks // sm_count)
     first = later = cost.fixed + cost.crowded * min(1.0, blocks / sm_count)
-    if plan.block_heads in NEXT_PART_US and plan.num_splits == 1 and waves <= MOST_PARTS:
-        later = NEXT_PART_US[plan.block_heads]
+    if plan.num_splits == 1 and waves <= MOST_PARTS:
+        later = cost.next_row
     time = first + (waves - 1) * later + waves * -(-all_tiles // splits) * cost.tile
     if plan.num_splits > 1:
         time += SMALL_COMBINE_US if rows * heads <= SMALL_COMBINE_ROWS else COMBINE_US

@@ -1,6 +1,15 @@
 // Blocks of 8 heads that take one part after the other (raw_parts.cuh). Roles and products are those of
 // eight_heads.cuh: attending warps are one tile ahead with the scores, also where that is the first tile of the next
 // part, whose query they have in registers.
+//
+// barrier            who arrives          what becomes true
+// ends_full[part]    weighing threads     inverse and factor of the part's heads are in ends[]; parts in turn
+// kAttendWarpsMeet   attending threads    the part's query is in q[]; parts in turn
+//
+// The others as in eight_heads.cuh, but that every tile and every query is released, also the last. Outputs go from the
+// accumulators to memory, 32 bytes of four heads an instruction.
+//
+// Shared memory, KiB: four stages 152, Q 16, scores 17, P 2. Registers as in eight_heads.cuh.
 #pragma once
 
 #include <cmath>

@@ -124,7 +124,7 @@ struct RawParts {
         next_slot = load_slot_inline(p, w, tile + 2, key);
         wait_for_room();
         copy_lines(row, shared.tiles[turn.stage]);
-        if (tile + 1 == w.range.end) copy_ends(p, part_of(p, kHeads, at), shared.tiles[turn.stage]);
+        if (tile + 1 == w.range.end) copy_ends(p, part, shared.tiles[turn.stage]);
         hand_over(shared.full[turn.stage]);
         turn.advance();
       }
