@@ -125,7 +125,7 @@ def plot(path: Path, rows: list[dict], facts: dict[str, str]) -> None:
 def shape_options(heads: list[int], extra: list[int], iters: int) -> argparse.ArgumentParser:
     """A parent parser with the options of the decode benchmarks, and these defaults."""
     parser = argparse.ArgumentParser(add_help=False)
-    rows = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 384]
+    rows = [1, 2, 4, 8, 16, 32, 64, 96, 128, 144, 192, 256, 384]
     parser.add_argument("--b", type=int, nargs="+", default=rows, help="rows (b * s_q)")
     parser.add_argument("--heads", type=int, nargs="+", default=heads)
     parser.add_argument("--topk", type=int, default=128, help="keys of the first cache")
@@ -193,7 +193,8 @@ def main() -> int:
         cold, warm = timer.medians(calls, args.iters), warm_medians(calls, max(args.iters // 3, 3))
         total_bytes, flop, roof = roofline_us(b, heads, args.topk + extra)
         chosen = num_splits(backend, b, heads, args.topk + extra, sm_count)
-        row = {"backend": backend, **shape, "auto_splits": chosen}
+        apart = sm90_decode.full_turns(b, heads, args.topk + extra, sm_count) if backend == "sm90" else 0
+        row = {"backend": backend, **shape, "auto_splits": chosen, "auto_apart": apart}
         for name in names:
             row[f"{name}_cold_us"], row[f"{name}_warm_us"] = f"{cold[name]:.2f}", f"{warm[name]:.2f}"
         row["gb_per_s"] = f"{total_bytes / warm['auto'] / 1e3:.0f}"

@@ -61,8 +61,8 @@ def sparse_decode(
         extra_cache, extra_page_size, extra_indices, extra_topk_length: the second cache, attended in the same softmax;
             the first three come together or not at all.
         layout, extra_layout: a CacheLayout or its lower-case name; extra_layout None = layout.
-        num_splits: None = chosen from shapes (`split_partition.choose_num_splits`, `sm90_decode.choose_plan`). 1 = no
-            partials in memory.
+        num_splits: None = chosen from shapes (`split_partition.choose_num_splits`, `sm90_decode.choose_plan`; with bf16
+            outputs alone rows may be cut in two decodes, `sm90_decode.full_turns`). 1 = no partials in memory.
         batch_invariant: fix the split size, so that a row's bits do not depend on T or on other rows. Not together with
             num_splits.
         backend: None (the fastest here), "sm90" (Hopper, layout v4), "triton" (CUDA from sm_80 on) or "torch" (the
@@ -94,17 +94,35 @@ def sparse_decode(
     prologue = check_prologue("q_norm_eps", q_norm_eps, "q_rope", q_rope, q.shape[0], q.device)
     freqs, positions = _check_epilogue(q.shape[0], q.shape[1], q.device, attn_sink, inverse_rope, output)
     result = _outputs(q.shape[0], q.shape[1], q.device, output, return_amax, out, lse)
-    splits = _resolve_num_splits(q, main, extra, num_splits, batch_invariant, backend)
-    if q.shape[0] == 0:
+    code = OUTPUTS.index(output)
+
+    def decode(q, main, extra, prologue, positions, result) -> None:
+        splits = _resolve_num_splits(q, main, extra, num_splits, batch_invariant, backend)
+        if q.shape[0] == 0:
+            return
+        ops = torch.ops.sgl_dsv4_kernels
+        attention = (*op_arguments(q, main, extra), scale, *layout_codes, batch_invariant, *prologue)
+        if splits == 1:
+            ops.sparse_decode(*attention, attn_sink, freqs, positions, code, backend, *result)
+            return
+        o_accum, lse_accum = _partials(q, splits)
+        ops.sparse_decode_partial(*attention, False, backend, o_accum, lse_accum)
+        ops.combine_splits(o_accum, lse_accum, attn_sink, freqs, positions, code, settings.pdl, *result)
+
+    free = num_splits is None and not batch_invariant and output == "bf16" and not return_amax
+    apart = _rows_apart(q, main, extra, backend) if free else 0
+    if apart == 0:
+        decode(q, main, extra, prologue, positions, result)
         return result
-    ops = torch.ops.sgl_dsv4_kernels
-    attention = (*op_arguments(q, main, extra), scale, *layout_codes, batch_invariant, *prologue)
-    if splits == 1:
-        ops.sparse_decode(*attention, attn_sink, freqs, positions, OUTPUTS.index(output), backend, *result)
-        return result
-    o_accum, lse_accum = _partials(q, splits)
-    ops.sparse_decode_partial(*attention, False, backend, o_accum, lse_accum)
-    ops.combine_splits(o_accum, lse_accum, attn_sink, freqs, positions, OUTPUTS.index(output), settings.pdl, *result)
+    for rows in (slice(apart), slice(apart, None)):
+        decode(
+            q[rows],
+            main.rows(rows),
+            None if extra is None else extra.rows(rows),
+            (*prologue[:2], _some(prologue[2], rows)),
+            _some(positions, rows),
+            [_some(x, rows) for x in result],
+        )
     return result
 
 
@@ -253,6 +271,11 @@ def _resolve_num_splits(
     return choose(q.shape[0], q.shape[1], keys, sm90_decode.count_sms(q.device))
 
 
+def _rows_apart(q: torch.Tensor, main: Source, extra: Source | None, backend: str) -> int:
+    """How many of the rows are a decode of their own, before the others; 0: all are one."""
+    return sm90_decode.rows_apart(q, main, extra) if backend == "sm90" else 0
+
+
 # ---- checks ----
 
 
@@ -384,6 +407,10 @@ def _outputs(
         check_tensor("lse", lse, shape=(tokens, heads), dtype=torch.float32, device=device)
     amax = torch.empty((tokens, heads), dtype=torch.float32, device=device) if return_amax else None
     return DecodeOutput(out, lse, reference.empty_scales(tokens, heads, output, device), amax)
+
+
+def _some(x: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if x is None else x[rows]
 
 
 # ---- implementations of the torch ops ----

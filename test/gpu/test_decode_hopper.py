@@ -270,6 +270,39 @@ def test_more_blocks_than_sms_into_views(block_heads, shift):
     assert (wide == 7.0).all()
 
 
+@pytest.mark.parametrize(("heads", "tokens", "apart"), [(8, 137, 132), (32, 200, 60), (64, 136, 132), (128, 68, 66)])
+def test_rows_in_two_decodes(heads, tokens, apart, monkeypatch):
+    """Every row has the bits that it has in a decode of its part alone, also in a graph; nothing beside the outputs is
+    written."""
+    monkeypatch.setattr(sm90_decode, "cached_full_turns", lambda *_: apart)
+    problem = mixed_rows(tokens, heads)
+    given = problem.arguments() | problem.options | dict(backend="sm90", q_norm_eps=1e-6)
+    given["q_rope"] = problem.options["inverse_rope"]
+    wide, lse = (
+        torch.full((tokens + 2, heads, 512), 7.0, dtype=torch.bfloat16, device=DEVICE),
+        torch.zeros(tokens, heads),
+    )
+    lse = lse.to(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        dk.sparse_decode(**given, out=wide[1:-1], lse=lse)
+        torch.cuda.synchronize()
+    assert sum(event.count for event in profile.key_averages() if "sm90" in event.key) == 2
+    eager, eager_lse = wide.clone(), lse.clone()
+    wide[1:-1], lse[:] = 7.0, 7.0
+    with torch.cuda.graph(graph):
+        dk.sparse_decode(**given, out=wide[1:-1], lse=lse)
+    graph.replay()
+    monkeypatch.setattr(sm90_decode, "cached_full_turns", lambda *_: 0)
+    for first, last in ((0, apart), (apart, tokens)):
+        want = dk.sparse_decode(**rows_of(given, first, last))
+        for got, got_lse in ((wide, lse), (eager, eager_lse)):
+            assert torch.equal(got[1:-1][first:last], want.out)
+            assert torch.equal(got_lse[first:last], want.lse)
+            assert (got[0] == 7.0).all()
+            assert (got[-1] == 7.0).all()
+
+
 def test_chains_of_programmatic_launches(block_heads, monkeypatch):
     """Store, decode, combine, again and again, large and small grids in turn: the same bits as one after the other."""
     steps, most, page_size, heads = 60, 48, 64, 64

@@ -54,6 +54,34 @@ def test_caller_outputs_are_written_and_returned(problem):
         assert (out[..., 512:] == 77).all()
 
 
+@pytest.mark.parametrize("apart", [1, 5])
+@pytest.mark.parametrize("second_cache", [False, True])
+def test_rows_in_two_decodes(monkeypatch, apart, second_cache):
+    """What belongs to a row goes with it, and what belongs to all with both."""
+    lengths = dict(lengths=[0, 3, 70, 130, 1, 64, 129])
+    if second_cache:
+        lengths["extra_lengths"] = [40, 0, 1, 33, 0, 40, 7]
+    problem = td.random_problem(7, 8, 130, 40 if second_cache else None, rope=True, **lengths)
+    given = problem.arguments() | problem.options | dict(q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+    given["attn_sink"] = torch.linspace(-2, 2, 8)
+    want = dk.sparse_decode(**given)
+    decodes = []
+    monkeypatch.setattr(ops, "_rows_apart", lambda *_: apart)
+    resolve = ops._resolve_num_splits
+    monkeypatch.setattr(ops, "_resolve_num_splits", lambda q, *rest: decodes.append(q.shape[0]) or resolve(q, *rest))
+    out, lse = torch.full_like(want.out, 7.0), torch.full_like(want.lse, 7.0)
+    result = dk.sparse_decode(**given, out=out, lse=lse)
+    assert decodes == [apart, 7 - apart]
+    assert result.out is out
+    assert result.lse is lse
+    assert torch.equal(out, want.out)
+    assert torch.equal(lse, want.lse)
+    for fixed in (dict(num_splits=1), dict(batch_invariant=True), dict(output="fp8_group128"), dict(return_amax=True)):
+        decodes.clear()
+        dk.sparse_decode(**given, **fixed)
+        assert decodes == [7], fixed
+
+
 def test_forms_of_freqs_and_positions(problem):
     freqs, positions = problem.options.pop("inverse_rope")
     flat = torch.view_as_real(freqs).flatten(1)

@@ -18,7 +18,7 @@ from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.ops import decode as ops
 from sgl_dsv4_kernels.reference.decode import Source
-from sgl_dsv4_kernels.sm90_decode import Plan, choose_plan, predicted_us, usual_keys
+from sgl_dsv4_kernels.sm90_decode import Plan, choose_plan, full_turns, predicted_us, usual_keys
 from sgl_dsv4_kernels.split_partition import MAX_PARTIAL_BYTES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -170,6 +170,48 @@ def test_rows_that_a_block_goes_on_to():
             assert turns(count, block_heads) - turns(count - 1, block_heads) == pytest.approx(later)
         most = sm90_decode.MOST_PARTS + 1
         assert turns(most, block_heads) == pytest.approx(most * turns(1, block_heads))
+
+
+def test_full_turns():
+    assert full_turns(136, 64, 640, 132) == 132
+    assert full_turns(272, 8, 640, 132) == 264
+    assert full_turns(68, 128, 640, 132) == 66
+    assert [full_turns(rows, 64, 640, 132) for rows in (0, 1, 16, 128, 132, 192, 256, 264, 384)] == [0] * 9
+    assert full_turns(136, 64, 128, 132) == 0  # too short
+    # Up to 1152 keys are listed, 256 are usual.
+    assert full_turns(136, 64, 1152, 132, usual=256) == 0
+    assert full_turns(136, 64, 1152, 132) == 132
+
+
+def test_rows_apart(monkeypatch):
+    """Of calls on a device; in one while torch.compile traces."""
+    monkeypatch.setattr(sm90_decode, "count_sms", lambda device: 132)
+    problem = td.random_problem(136, 64, 128, 512, extra_page_size=64)
+    assert sm90_decode.rows_apart(problem.q, problem.main, problem.extra) == 132
+    assert sm90_decode.rows_apart(problem.q, problem.main, None) == 0
+    assert ops._rows_apart(problem.q, problem.main, problem.extra, "sm90") == 132
+    assert ops._rows_apart(problem.q, problem.main, problem.extra, "triton") == 0
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert sm90_decode.rows_apart(problem.q, problem.main, problem.extra) == 0
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("keys", [128, 640, 1152])
+def test_full_turns_are_full(heads, keys):
+    """What is decoded apart gives every SM the same number of rows, and the two are predicted to be faster."""
+
+    def time(rows):
+        return predicted_us(rows, heads, keys, 132, choose_plan(rows, heads, keys, 132))
+
+    for rows in range(1, 520):
+        apart = full_turns(rows, heads, keys, 132)
+        if apart == 0:
+            continue
+        plan = choose_plan(rows, heads, keys, 132)
+        blocks = heads // plan.block_heads
+        assert 0 < rows - apart < 132 // blocks
+        assert apart * blocks % (132 // blocks * blocks) == 0
+        assert time(apart) + time(rows - apart) < time(rows)
 
 
 def test_callers_plan_for_usual_lengths(monkeypatch):
