@@ -98,10 +98,10 @@ SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to p
 csrc/decode/combine.cu).
 """
 
-SECOND_DECODE_US = 2.5
-LEAST_GAIN = 1.02
-"""What a decode costs more behind one of other rows than alone: neither its rows nor its code are in the caches. 136 to
-330 rows of 8 to 64 heads, 128 + 512 keys: -2 to +4 us. Two decodes in place of one are to gain 2 %.
+SECOND_DECODE_US = {8: 2.5, 16: 2.5, 32: 2.5, 64: 2.5}
+"""By heads a block in one decode: what two, of the rows of full turns and of the rest, are taken to cost more than the
+model says, against one. By `benchmark/apart_times.py` from times of both on an H200, which are in
+benchmark/results/h200/apart_times.csv.
 """
 
 ALL_TOKENS_PAGE = 2
@@ -240,6 +240,15 @@ def _plans(rows: int, heads: int, keys: int, num_splits: int | None, batch_invar
     return plans
 
 
+def rows_of_full_turns(rows: int, heads: int, sm_count: int, plan: Plan) -> int:
+    """How many rows give every SM the same number of them, unsplit, where the others are too few for one more turn. 0:
+    none, or no others."""
+    a_turn = sm_count // -(-heads // plan.block_heads)
+    if plan.num_splits > 1 or rows <= a_turn or rows % a_turn == 0:
+        return 0
+    return rows // a_turn * a_turn
+
+
 def full_turns(rows: int, heads: int, keys: int, sm_count: int, usual: int | None = None) -> int:
     """How many of the rows to decode apart from the rest, 0 for all in one decode.
 
@@ -247,19 +256,17 @@ def full_turns(rows: int, heads: int, keys: int, sm_count: int, usual: int | Non
     turn of them. Those of full turns stay unsplit; the rest, where it is few, is faster as a decode of its own, which
     splits it. The arguments are those of `choose_plan`.
 
-    Example: 128 + 512 keys, 132 SMs: 136 rows of 64 heads 132 (55.8 us in one decode, 47.0 in two, the mean of warm and
-    cold), 68 rows of 128 heads 66, 128 or 192 rows of 64 heads 0.
+    Example: 128 + 512 keys, 132 SMs: 136 rows of 64 heads 132, 68 rows of 128 heads 66, 128 or 192 rows of 64 heads 0.
     """
     plan = choose_plan(rows, heads, keys, sm_count, usual=usual)
-    a_turn = sm_count // -(-heads // plan.block_heads)
-    if plan.num_splits > 1 or rows <= a_turn or rows % a_turn == 0:
+    first = rows_of_full_turns(rows, heads, sm_count, plan)
+    if first == 0:
         return 0
-    first = rows // a_turn * a_turn
     length = keys if usual is None else usual
-    time = SECOND_DECODE_US
+    both = SECOND_DECODE_US[plan.block_heads]
     for count in (first, rows - first):
-        time += predicted_us(count, heads, length, sm_count, choose_plan(count, heads, keys, sm_count, usual=usual))
-    return first if time * LEAST_GAIN < predicted_us(rows, heads, length, sm_count, plan) else 0
+        both += predicted_us(count, heads, length, sm_count, choose_plan(count, heads, keys, sm_count, usual=usual))
+    return first if both < predicted_us(rows, heads, length, sm_count, plan) else 0
 
 
 cached_plan = functools.lru_cache(maxsize=4096)(choose_plan)
