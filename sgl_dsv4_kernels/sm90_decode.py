@@ -98,7 +98,7 @@ SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to p
 csrc/decode/combine.cu).
 """
 
-SECOND_DECODE_US = {8: 2.5, 16: 2.5, 32: 2.5, 64: 2.5}
+SECOND_DECODE_US = {8: 2.25, 16: 0.5, 32: 1.5, 64: 4.5}
 """By heads a block in one decode: what two, of the rows of full turns and of the rest, are taken to cost more than the
 model says, against one. By `benchmark/apart_times.py` from times of both on an H200, which are in
 benchmark/results/h200/apart_times.csv.
