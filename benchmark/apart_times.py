@@ -15,19 +15,17 @@ import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import torch
 from bench_sparse_decode import problems, shape_options
-from common import ColdTimer, comment, read_csv, require_cuda, run_facts, warm_medians, write_csv
+from common import ColdTimer, comment, run_facts, warm_medians, write_csv
+from plan_times import SM_COUNT, measured_rows
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels.testing_decode import Problem
 
-SM_COUNT = sm90_decode.H200_SMS
 TURNS = (1, 2, 3)
 BEYOND = (4, 12, 20, 28, 44, 60, 84)
 """Rows more than full turns of them, where a row is one block."""
@@ -139,20 +137,7 @@ def main() -> int:
         parents=[shape_options(heads=[8, 16, 32, 64, 128], extra=[512, 1024], iters=9)],
     )
     parser.set_defaults(b=None)
-    parser.add_argument("--fit", type=Path, metavar="CSV", help="measure nothing")
-    args = parser.parse_args()
-    if args.fit is None:
-        require_cuda()
-        sm_count = sm90_decode.count_sms(torch.device("cuda"))
-        if sm_count != SM_COUNT:
-            parser.error(f"expected a device of {SM_COUNT} SMs, an H200, got one of {sm_count}")
-        torch.manual_seed(0)
-        rows = measure(args)
-    else:
-        rows = read_csv(args.fit)
-        if not rows:
-            parser.error(f"--fit: expected times, got none in {args.fit}")
-    report([to_cell(row) for row in rows])
+    report([to_cell(row) for row in measured_rows(parser, measure)])
     return 0
 
 

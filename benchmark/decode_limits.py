@@ -53,7 +53,7 @@ WARM_CALLS = 20
 LIMIT_PCT = 60.0
 FULL_WAVES = 0.8
 CHIP = "gh100"
-KERNELS = r"(raw_tiles|sparse_decode|many_parts|few_parts|eight_parts|combine)_kernel"
+KERNELS = r"(raw_tiles|raw_parts|sparse_decode|many_parts|combine)_kernel"
 ELAPSED = ".avg.pct_of_peak_sustained_elapsed"
 METRICS = {
     "us": ["gpu__time_duration.sum"],

@@ -16,17 +16,16 @@ sm90_decode.FASTER lists them.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 from bench_sparse_decode import problems, shape_options
-from common import ColdTimer, comment, require_cuda, run_facts, warm_medians, write_csv
+from common import ColdTimer, comment, read_csv, require_cuda, run_facts, warm_medians, write_csv
 
 import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels import sm90_decode
@@ -226,6 +225,23 @@ def to_time(row: Mapping[str, str]) -> Time:
     return Time(int(row["heads"]), int(row["b"]), int(row["topk"]) + int(row["extra"]), plan, us)
 
 
+def measured_rows(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], list[dict]]) -> list[dict]:
+    """The rows of the CSV that --fit names, or what ``measure`` does with the arguments."""
+    parser.add_argument("--fit", type=Path, metavar="CSV", help="measure nothing")
+    args = parser.parse_args()
+    if args.fit is not None:
+        rows = read_csv(args.fit)
+        if not rows:
+            parser.error(f"--fit: expected times, got none in {args.fit}")
+        return rows
+    require_cuda()
+    sm_count = sm90_decode.count_sms(torch.device("cuda"))
+    if sm_count != SM_COUNT:
+        parser.error(f"expected a device of {SM_COUNT} SMs, an H200, got one of {sm_count}")
+    torch.manual_seed(0)
+    return measure(args)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -234,21 +250,7 @@ def main() -> int:
     )
     parser.set_defaults(b=ROWS)
     parser.add_argument("--margin", type=float, default=1.25, help="of the predicted time, which plans are measured")
-    parser.add_argument("--fit", type=Path, metavar="CSV", help="measure nothing")
-    args = parser.parse_args()
-    if args.fit is None:
-        require_cuda()
-        sm_count = sm90_decode.count_sms(torch.device("cuda"))
-        if sm_count != SM_COUNT:
-            parser.error(f"expected a device of {SM_COUNT} SMs, an H200, got one of {sm_count}")
-        torch.manual_seed(0)
-        rows = measure(args)
-    else:
-        with args.fit.open() as file:
-            rows = list(csv.DictReader(file))
-        if not rows:
-            parser.error(f"--fit: expected times, got none in {args.fit}")
-    report([to_time(row) for row in rows])
+    report([to_time(row) for row in measured_rows(parser, measure)])
     return 0
 
 

@@ -199,7 +199,7 @@ def test_more_blocks_than_sms(block_heads, heads, tokens, with_norm, with_rope):
 
 @pytest.mark.parametrize(
     ("block_heads", "kernel"),
-    [(8, "eight_parts_kernel"), (16, "few_parts_kernel"), (32, "few_parts_kernel"), (64, "many_parts_kernel")],
+    [(8, "raw_parts_kernel"), (16, "raw_parts_kernel"), (32, "raw_parts_kernel"), (64, "many_parts_kernel")],
     indirect=["block_heads"],
 )
 def test_the_kernel_of_many_rows_runs(block_heads, kernel):

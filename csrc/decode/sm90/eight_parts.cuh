@@ -139,9 +139,10 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
   // Of the RoPE part a lane has rows g and g + 8, and gives one away: which pair of 16 channels it then has.
   __device__ __forceinline__ static int pair_of(int g) { return g % 2 != 0 ? g + 7 : g; }
 
-  __device__ __forceinline__ static void attend_parts(const RawPartsParams& params, Shared& shared) {
+  __device__ __forceinline__ static void attend_parts(const RawPartsParams& params, int warp, Shared& shared) {
+    ptx::setmaxnreg_inc<kEightAttendRegisters>();
     const DecodeParams& p = params.decode;
-    const int warp = my_warp(), lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     const QueryPlace query_place(shared, warp / 4, lane);
     const ScorePlace score_place(shared, warp, lane);
     const ValuePlace value_place(shared, warp, lane);

@@ -264,6 +264,20 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
       ++parts;
     }
   }
+
+  // ---- scoring and value warps ----
+
+  __device__ __forceinline__ static void attend_parts(const RawPartsParams& params, int warp, Shared& shared) {
+    if (warp < kScoreWarps) {
+      Base::template move_registers<kRawLaunchRegisters, kFewScoreRegisters<kHeads>>();
+      ptx::griddepcontrol_wait();
+      score_parts(params.decode, warp / (kWarpgroupThreads / 32), shared);
+    } else {
+      Base::template move_registers<kRawLaunchRegisters, kFewValueRegisters<kHeads>>();
+      ptx::griddepcontrol_wait();
+      value_parts(params, shared);
+    }
+  }
 };
 
 }  // namespace sgl_dsv4::sm90

@@ -231,9 +231,8 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
 }
 
 // A block takes one part after the other.
-template <int kHeads>
-__global__ void __launch_bounds__(kRawThreads, 1) few_parts_kernel(const __grid_constant__ RawPartsParams p) {
-  using Kernel = FewParts<kHeads>;
+template <typename Kernel>
+__global__ void __launch_bounds__(kRawThreads, 1) raw_parts_kernel(const __grid_constant__ RawPartsParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_bytes);
   ptx::griddepcontrol_launch_dependents();
@@ -244,46 +243,15 @@ __global__ void __launch_bounds__(kRawThreads, 1) few_parts_kernel(const __grid_
   const int warp = my_warp();
   __syncthreads();
   if (copies(warp)) {
-    ptx::setmaxnreg_dec<kFewCopyRegisters>();
+    ptx::setmaxnreg_dec<Kernel::kCopyRegisters>();
     ptx::griddepcontrol_wait();
     Kernel::copy_parts(p, shared);
   } else if (weighs(warp)) {
-    ptx::setmaxnreg_dec<kFewWeighRegisters>();
-    ptx::griddepcontrol_wait();
-    Kernel::weigh_parts(p.decode, shared);
-  } else if (warp < kScoreThreads / 32) {
-    Kernel::template move_registers<kRawLaunchRegisters, kFewScoreRegisters<kHeads>>();
-    ptx::griddepcontrol_wait();
-    Kernel::score_parts(p.decode, warp / (kWarpgroupThreads / 32), shared);
-  } else {
-    Kernel::template move_registers<kRawLaunchRegisters, kFewValueRegisters<kHeads>>();
-    ptx::griddepcontrol_wait();
-    Kernel::value_parts(p, shared);
-  }
-}
-
-__global__ void __launch_bounds__(kRawThreads, 1) eight_parts_kernel(const __grid_constant__ RawPartsParams p) {
-  using Kernel = EightParts;
-  extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<Kernel::Shared*>(shared_bytes);
-  ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0) {
-    Kernel::init_barriers(shared);
-    ptx::mbarrier_init_fence();
-  }
-  const int warp = my_warp();
-  __syncthreads();
-  if (copies(warp)) {
-    ptx::setmaxnreg_dec<kEightCopyRegisters>();
-    ptx::griddepcontrol_wait();
-    Kernel::copy_parts(p, shared);
-  } else if (weighs(warp)) {
-    ptx::setmaxnreg_dec<kEightWeighRegisters>();
+    ptx::setmaxnreg_dec<Kernel::kWeighRegisters>();
     ptx::griddepcontrol_wait();
     Kernel::weigh_parts(p.decode, shared);
   } else {
-    ptx::setmaxnreg_inc<kEightAttendRegisters>();
-    Kernel::attend_parts(p, shared);
+    Kernel::attend_parts(p, warp, shared);
   }
 }
 
@@ -316,9 +284,9 @@ cudaError_t raise_shared_memory_limits() {
     cudaError_t err = cudaSuccess;
     for (const Variant& v : kVariants)
       if (err == cudaSuccess) err = raise(v.kernel, v.shared_bytes);
-    if (err == cudaSuccess) err = raise(eight_parts_kernel, sizeof(EightPartsMemory));
-    if (err == cudaSuccess) err = raise(few_parts_kernel<16>, sizeof(FewPartsMemory<16>));
-    if (err == cudaSuccess) err = raise(few_parts_kernel<32>, sizeof(FewPartsMemory<32>));
+    if (err == cudaSuccess) err = raise(raw_parts_kernel<EightParts>, sizeof(EightPartsMemory));
+    if (err == cudaSuccess) err = raise(raw_parts_kernel<FewParts<16>>, sizeof(FewPartsMemory<16>));
+    if (err == cudaSuccess) err = raise(raw_parts_kernel<FewParts<32>>, sizeof(FewPartsMemory<32>));
     if (err == cudaSuccess) err = raise(many_parts_kernel, sizeof(PartsMemory));
     return err;
   });
@@ -373,12 +341,13 @@ cudaError_t launch_parts(const DecodeParams& p, int64_t parts, bool pdl, cudaStr
   const uint32_t count = static_cast<uint32_t>(parts), blocks = static_cast<uint32_t>(facts.sm_count);
   if (p.block_heads == kTileHeads) return launch_many_parts(p, count, blocks, pdl, stream, taken);
   *taken = true;
-  const auto launch = [&](auto* kernel, size_t bytes) {
-    return launch_kernel(kernel, dim3(blocks), dim3(kRawThreads), bytes, pdl, stream, RawPartsParams{p, count});
+  const auto launch = [&](auto roles) {
+    using Kernel = decltype(roles);
+    return launch_kernel(raw_parts_kernel<Kernel>, dim3(blocks), dim3(kRawThreads), sizeof(typename Kernel::Shared),
+                         pdl, stream, RawPartsParams{p, count});
   };
-  if (p.block_heads == kEightHeads) return launch(eight_parts_kernel, sizeof(EightPartsMemory));
-  if (p.block_heads == 16) return launch(few_parts_kernel<16>, sizeof(FewPartsMemory<16>));
-  return launch(few_parts_kernel<32>, sizeof(FewPartsMemory<32>));
+  if (p.block_heads == kEightHeads) return launch(EightParts());
+  return p.block_heads == 16 ? launch(FewParts<16>()) : launch(FewParts<32>());
 }
 
 }  // namespace
