@@ -244,7 +244,7 @@ def rows_of_full_turns(rows: int, heads: int, sm_count: int, plan: Plan) -> int:
     """How many rows give every SM the same number of them, unsplit, where the others are too few for one more turn. 0:
     none, or no others."""
     a_turn = sm_count // -(-heads // plan.block_heads)
-    if plan.num_splits > 1 or rows <= a_turn or rows % a_turn == 0:
+    if plan.num_splits > 1 or not 0 < a_turn < rows or rows % a_turn == 0:
         return 0
     return rows // a_turn * a_turn
 

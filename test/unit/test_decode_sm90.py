@@ -195,6 +195,17 @@ def test_rows_apart(monkeypatch):
     assert sm90_decode.rows_apart(problem.q, problem.main, problem.extra) == 0
 
 
+@pytest.mark.parametrize("sm_count", [1, 4, 14, 78])
+def test_full_turns_of_few_sms(sm_count):
+    """Down to slices of a device that has fewer SMs than a row has blocks."""
+    for heads in (8, 128):
+        for rows in (0, 1, 3, sm_count, sm_count + 1, 200):
+            apart = full_turns(rows, heads, 640, sm_count)
+            assert 0 <= apart < max(rows, 1)
+    assert sm90_decode.rows_of_full_turns(200, 128, 1, Plan(8, 1)) == 0
+    assert sm90_decode.rows_of_full_turns(200, 128, 78, Plan(64, 1)) == 195
+
+
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("keys", [128, 640, 1152])
 def test_full_turns_are_full(heads, keys):
