@@ -43,17 +43,13 @@ class Cell(NamedTuple):
     predicted_two: float
 
 
-def predicted(rows: int, heads: int, keys: int) -> float:
-    return sm90_decode.predicted_us(rows, heads, keys, SM_COUNT, sm90_decode.choose_plan(rows, heads, keys, SM_COUNT))
-
-
 def to_cell(row: Mapping[str, str]) -> Cell:
     heads, rows, apart = int(row["heads"]), int(row["b"]), int(row["apart"])
     keys = int(row["topk"]) + int(row["extra"])
     one, two = ((float(row[f"{name}_warm_us"]) + float(row[f"{name}_cold_us"])) / 2 for name in ("one", "two"))
     block_heads = sm90_decode.choose_plan(rows, heads, keys, SM_COUNT).block_heads
-    both = predicted(apart, heads, keys) + predicted(rows - apart, heads, keys)
-    return Cell(block_heads, one, two, predicted(rows, heads, keys), both)
+    whole, *parts = (sm90_decode.planned_us(n, heads, keys, SM_COUNT) for n in (rows, apart, rows - apart))
+    return Cell(block_heads, one, two, whole, sum(parts))
 
 
 # ---- fitting ----

@@ -240,6 +240,12 @@ def _plans(rows: int, heads: int, keys: int, num_splits: int | None, batch_invar
     return plans
 
 
+def planned_us(rows: int, heads: int, keys: int, sm_count: int, usual: int | None = None) -> float:
+    """`predicted_us` of the plan that `choose_plan` takes, at the usual length."""
+    plan = choose_plan(rows, heads, keys, sm_count, usual=usual)
+    return predicted_us(rows, heads, keys if usual is None else usual, sm_count, plan)
+
+
 def rows_of_full_turns(rows: int, heads: int, sm_count: int, plan: Plan) -> int:
     """How many rows give every SM the same number of them, unsplit, where the others are too few for one more turn. 0:
     none, or no others."""
@@ -262,11 +268,8 @@ def full_turns(rows: int, heads: int, keys: int, sm_count: int, usual: int | Non
     first = rows_of_full_turns(rows, heads, sm_count, plan)
     if first == 0:
         return 0
-    length = keys if usual is None else usual
-    both = SECOND_DECODE_US[plan.block_heads]
-    for count in (first, rows - first):
-        both += predicted_us(count, heads, length, sm_count, choose_plan(count, heads, keys, sm_count, usual=usual))
-    return first if both < predicted_us(rows, heads, length, sm_count, plan) else 0
+    one, *two = (planned_us(count, heads, keys, sm_count, usual) for count in (rows, first, rows - first))
+    return first if sum(two) + SECOND_DECODE_US[plan.block_heads] < one else 0
 
 
 cached_plan = functools.lru_cache(maxsize=4096)(choose_plan)

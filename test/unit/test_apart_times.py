@@ -62,12 +62,3 @@ def test_report_of_a_file(tmp_path, monkeypatch, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(" 64 heads a block: ")
     assert "1 of 2 in two, 1.000 to 1.222 times as fast, loses 0.00%" in line
-
-
-def test_nothing_to_fit(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "empty.csv"
-    path.write_text("heads,topk\n")
-    monkeypatch.setattr(sys, "argv", ["apart_times.py", "--fit", str(path)])
-    with pytest.raises(SystemExit):
-        apart_times.main()
-    assert "expected times, got none" in capsys.readouterr().err

@@ -64,10 +64,6 @@ struct EightHeads {
 
   static constexpr int kScoresThreads = kAttendThreads + kWeighWarps * 32;  // of a barrier between these roles
 
-  __device__ __forceinline__ static uint32_t tile_at(const Turn& turn) {
-    return static_cast<uint32_t>(turn.stage * sizeof(Shared::tiles[0]));
-  }
-
   // ---- weighing ----
 
   // A warp's two heads at once, 16 lanes each, of which lane l has keys 4 l .. 4 l + 3.
@@ -254,9 +250,9 @@ struct EightHeads {
                                                     const ScorePlace& place, const Turn& turn, int lane) {
     constexpr int kLower = 8 * kRawRowBytes;
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
-    const uint32_t row = place.row + tile_at(turn);
+    const uint32_t row = place.row + turn.tile_at(shared);
     const uint4 upper0 = ptx::ld_shared(row), lower0 = ptx::ld_shared(row + kLower);
-    const uint32_t byte = ptx::ld_shared_8(place.scale + tile_at(turn));
+    const uint32_t byte = ptx::ld_shared_8(place.scale + turn.tile_at(shared));
     const uint4 upper1 = ptx::ld_shared(row + 64), lower1 = ptx::ld_shared(row + kLower + 64);
 
     const uint32_t e = place.scale_is_one ? 127 : byte;
@@ -362,7 +358,7 @@ struct EightHeads {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
-        const uint4 v = ptx::ldmatrix_trans(place.rows[piece] + tile_at(turn) + half * 32 * kRawRowBytes);
+        const uint4 v = ptx::ldmatrix_trans(place.rows[piece] + turn.tile_at(shared) + half * 32 * kRawRowBytes);
         const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -375,7 +371,7 @@ struct EightHeads {
 #pragma unroll
     for (int i = 0; i < kPieces * 16; ++i) ptx::keep(a[i / 16][i / 4 % 4][i % 4]);  // before the wait for the weights
     wait_for_weights(shared, turn);
-    if (ptx::ld_shared_32(place.large + tile_at(turn)) != 0) {
+    if (ptx::ld_shared_32(place.large + turn.tile_at(shared)) != 0) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const uint32_t factor = second_pair(shared.tiles[turn.stage], place.group, 8 * i + lane % 4 * 2);
@@ -387,7 +383,7 @@ struct EightHeads {
       }
     }
     uint32_t b[8], factors[8];
-    load_pairs(factors, place.factors + tile_at(turn));
+    load_pairs(factors, place.factors + turn.tile_at(shared));
     load_weights(b, o, shared, place, turn);
 #pragma unroll
     for (int i = 0; i < 8; ++i) b[i] = ptx::mul_bf16x2(b[i], factors[i]);
@@ -410,7 +406,7 @@ struct EightHeads {
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
-        const uint4 v = ptx::ldmatrix_trans(place.rows[piece] + tile_at(turn) + k * 16 * kRawRowBytes);
+        const uint4 v = ptx::ldmatrix_trans(place.rows[piece] + turn.tile_at(shared) + k * 16 * kRawRowBytes);
         ptx::mma_bf16(o[piece], v.x, v.y, v.z, v.w, b[2 * k], b[2 * k + 1]);
       }
     }

@@ -27,7 +27,6 @@
 namespace sgl_dsv4::sm90 {
 
 struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPartsMemory> {
-  using Base = EightHeads<EightPartsMemory>;
   using Parts = RawParts<kEightHeads, EightPartsMemory>;
   using Shared = EightPartsMemory;
 
@@ -59,10 +58,7 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
         ptx::mbarrier_arrive(ptx::shared_address(&shared.weights_full[turn.buffer()]));
         if (turn.tile + 1 == end) {
           const float total = lanes_sum<kHeadLanes>(softmax.total);
-          if (head_lane == 0)
-            finish_head(p, part_of(p, kEightHeads, at), head, softmax.unit, total, shared.tiles[turn.stage].sinks[head],
-                        shared.ends[parts & 1]);
-          ptx::mbarrier_arrive(ptx::shared_address(&shared.ends_full[parts & 1]));
+          Parts::finish_part(p, at, parts, turn, head, head_lane, softmax.unit, total, shared);
         }
         ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
       }
@@ -88,12 +84,7 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
         head[0].vector[v] = {{x.x, x.y, x.z, x.w}};
       }
       query::Factors factors = {};
-      if (p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane) {
-#pragma unroll
-        for (int i = 0; i < query::kPairs; ++i)
-          factors.pair[i] =
-              *reinterpret_cast<const float2*>(tile.rotation + (lane - query::kFirstRopeLane) * query::kVec + 2 * i);
-      }
+      if (p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane) factors = Parts::query_factors(tile, lane);
       store_head(p, head, factors, ptx::shared_address(shared.q[part & 1]), shared.q_scale[part & 1], warp, lane);
     }
     Parts::release_query(turn);
@@ -109,7 +100,7 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
     const CombineParams& f = p.finish;
     const int g = lane / 4, column = lane % 4 * 2;
     const bool odd = g % 2 != 0;
-    const int channel = has_codes ? 2 * g : pair_of(g);
+    const int channel = has_codes ? 2 * g : Parts::pair_of(g);
     auto* to = static_cast<__nv_bfloat16*>(f.out) + part.token * f.stride_out_token +
                (part.first_head + column) * f.stride_out_head + warp * kWarpChannels + channel;
     const float2 inverses = *reinterpret_cast<const float2*>(ends.inverse + column);
@@ -122,12 +113,7 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
       for (int piece = 0; piece < kPieces; ++piece) {
         float x = empty ? 0.0f : o[piece][i] * inverse * factor, y = empty ? 0.0f : o[piece][i + 2] * inverse * factor;
         if (!has_codes) {
-          const float other = __shfl_xor_sync(kAllLanes, odd ? x : y, 4);
-          if (odd) {
-            x = other;
-          } else {
-            y = other;
-          }
+          Parts::exchange_pair(x, y, odd);
           if (f.freqs_cis != nullptr && !empty) epilogue::rotate_back(x, y, turn[piece].x, turn[piece].y);
         }
         if (column + i < part.heads)
@@ -135,9 +121,6 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
       }
     }
   }
-
-  // Of the RoPE part a lane has rows g and g + 8, and gives one away: which pair of 16 channels it then has.
-  __device__ __forceinline__ static int pair_of(int g) { return g % 2 != 0 ? g + 7 : g; }
 
   __device__ __forceinline__ static void attend_parts(const RawPartsParams& params, int warp, Shared& shared) {
     ptx::setmaxnreg_inc<kEightAttendRegisters>();
@@ -188,7 +171,7 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
           turn[piece] = *reinterpret_cast<const float2*>(shared.tiles[added.stage].rotation + warp * kWarpChannels -
-                                                         kNopeDim + piece * 16 + pair_of(lane / 4));
+                                                         kNopeDim + piece * 16 + Parts::pair_of(lane / 4));
       }
       ptx::bar_arrive(kEmpty + added.stage, kRawThreads);
       added.advance();

@@ -333,10 +333,6 @@ struct FewHeads {
     collect(kScoreGroups - 1);
   }
 
-  __device__ __forceinline__ static uint32_t tile_at(const Turn& turn) {
-    return static_cast<uint32_t>(turn.stage * sizeof(Shared::tiles[0]));
-  }
-
   template <int kPart>
   __device__ __forceinline__ static uint64_t query_of(const Shared& shared) {
     return operand_descriptor(ptx::shared_address(shared.q)) +
@@ -354,8 +350,8 @@ struct FewHeads {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[turn.stage]), turn.stage_parity);
     const uint32_t rows = ptx::shared_address(tile.rows) + raw_offset(key, lane % 4) + kFirst * kQuantGroup;
     float total[kRegs];
-    compute_scores<kPart == 1>(total, rows + tile_at(turn),
-                               ptx::shared_address(&tile.scales[key][kFirst]) + tile_at(turn), query);
+    compute_scores<kPart == 1>(total, rows + turn.tile_at(shared),
+                               ptx::shared_address(&tile.scales[key][kFirst]) + turn.tile_at(shared), query);
     if (turn.tile >= 1) ptx::bar_sync(kScoresEmpty, kScoresThreads);
     const uint32_t scores = ptx::shared_address(&shared.scores[kPart][lane % 4 * 2][key]);
 #pragma unroll
@@ -421,10 +417,11 @@ struct FewHeads {
     for (int step = 0; step < 2 * kValueBlocks; ++step) {  // 32 keys of a block of 64 channels
       const int b = step / 2, half = step % 2;
       uint32_t (&x)[8] = a[half];
-      const uint4 f = ptx::ld_shared(at.factors + tile_at(turn) + b * kTileKeys * 2 + half * 16);
+      const uint4 f = ptx::ld_shared(at.factors + turn.tile_at(shared) + b * kTileKeys * 2 + half * 16);
       const uint32_t factor[4] = {f.x, f.y, f.z, f.w};
       if (b < kValueBlocks - 1 || !at.has_rope) {
-        const uint4 v = ptx::ldmatrix_trans(at.rows + tile_at(turn) + b * kQuantGroup + half * 32 * kRawRowBytes);
+        const uint4 v =
+            ptx::ldmatrix_trans(at.rows + turn.tile_at(shared) + b * kQuantGroup + half * 32 * kRawRowBytes);
         if (b > 0) wgmma_wait<1>(x);
         const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -433,7 +430,7 @@ struct FewHeads {
           x[2 * i + 1] = ptx::mul_bf16x2(odd_channel(pairs[i]), factor[i]);
         }
       } else {
-        const uint32_t rope = at.rope_rows + tile_at(turn) + half * 32 * kRawRowBytes;
+        const uint32_t rope = at.rope_rows + turn.tile_at(shared) + half * 32 * kRawRowBytes;
         const uint4 v = ptx::ldmatrix_trans(rope), u = ptx::ldmatrix_trans(rope + 16 * kRawRowBytes);
         wgmma_wait<1>(x);
         const uint32_t pairs[8] = {v.x, v.y, v.z, v.w, u.x, u.y, u.z, u.w};

@@ -60,12 +60,7 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
     const int thread = ptx::thread_of_block(), warp = __shfl_sync(kAllLanes, thread / 32, 0), lane = thread % 32;
     const bool rotates = p.query.freqs_cis != nullptr && lane >= query::kFirstRopeLane;
     query::Factors factors = {};
-    if (rotates) {
-#pragma unroll
-      for (int i = 0; i < query::kPairs; ++i)
-        factors.pair[i] =
-            *reinterpret_cast<const float2*>(tile.rotation + (lane - query::kFirstRopeLane) * query::kVec + 2 * i);
-    }
+    if (rotates) factors = Parts::query_factors(tile, lane);
     constexpr int kAtOnce = 2;
     ptx::bar_sync(kScoreWarpsMeet, kScoreThreads);  // nobody reads the one before any more
 #pragma unroll 1
@@ -137,10 +132,7 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
         ptx::mbarrier_arrive(ptx::shared_address(&shared.weights_full[turn.buffer()]));
         if (turn.tile + 1 == end) {
           const float total = lanes_sum<Base::kHeadLanes>(softmax.total);
-          if (head_lane == 0)
-            finish_head(p, part_of(p, kHeads, at), head, softmax.unit, total, shared.tiles[turn.stage].sinks[head],
-                        shared.ends[parts & 1]);
-          ptx::mbarrier_arrive(ptx::shared_address(&shared.ends_full[parts & 1]));
+          Parts::finish_part(p, at, parts, turn, head, head_lane, softmax.unit, total, shared);
         }
         ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
       }
@@ -167,10 +159,8 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
         if (inverse[n].x == 0.0f) factor[n].x = 0.0f;  // infinity minus infinity is NaN
         if (inverse[n].y == 0.0f) factor[n].y = 0.0f;
       }
-      turn = *reinterpret_cast<const float2*>(rotation + quarter * 16 + pair_of(lane / 4));
+      turn = *reinterpret_cast<const float2*>(rotation + quarter * 16 + Parts::pair_of(lane / 4));
     }
-    // Of the RoPE part a lane has rows g and g + 8, and gives one away: which pair it then has.
-    __device__ __forceinline__ static int pair_of(int g) { return g % 2 != 0 ? g + 7 : g; }
   };
 
   // A warpgroup's half of the channels, by blocks of 64: from the accumulators to shared memory, and in lines from
@@ -205,7 +195,7 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
 #pragma unroll
     for (int b = 0; b < kValueBlocks; ++b) {
       const bool rope = b == kValueBlocks - 1 && place.has_rope;
-      const int pair = rope ? Ends::pair_of(g) / 2 : g;  // of the warp's eight of channels
+      const int pair = rope ? Parts::pair_of(g) / 2 : g;  // of the warp's eight of channels
       const uint32_t at = staged + b % 2 * kBuffer + pair % 4 * 4 + output_chunk(column, quarter * 2 + pair / 4) * 16;
 #pragma unroll
       for (int i = 0; i < kRegs / 2; ++i) {
@@ -214,12 +204,7 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
         const float factor = c == 0 ? ends.factor[n].x : ends.factor[n].y;
         float x = o[b][4 * n + c] * inverse * factor, y = o[b][4 * n + c + 2] * inverse * factor;
         if (rope) {
-          const float other = __shfl_xor_sync(kAllLanes, odd ? x : y, 4);
-          if (odd) {
-            x = other;
-          } else {
-            y = other;
-          }
+          Parts::exchange_pair(x, y, odd);
           if (rotated && inverse != 0.0f) epilogue::rotate_back(x, y, ends.turn.x, ends.turn.y);
         }
         ptx::st_shared(at + (8 * n + c) * kRowBytes, epilogue::cvt_bf16x2(x, y));

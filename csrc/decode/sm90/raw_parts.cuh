@@ -41,6 +41,37 @@ struct RawParts {
     for (uint64_t& barrier : shared.ends_full) ptx::mbarrier_init(ptx::shared_address(&barrier), kWeighWarps * 32);
   }
 
+  // The factors of a lane of the RoPE part, which came with the query.
+  __device__ __forceinline__ static query::Factors query_factors(const PartsTile<kHeads>& tile, int lane) {
+    query::Factors factors;
+#pragma unroll
+    for (int i = 0; i < query::kPairs; ++i)
+      factors.pair[i] =
+          *reinterpret_cast<const float2*>(tile.rotation + (lane - query::kFirstRopeLane) * query::kVec + 2 * i);
+    return factors;
+  }
+
+  // By the weighing warps, behind a part's last weights: its LSEs, and what its values are to be multiplied by.
+  __device__ __forceinline__ static void finish_part(const DecodeParams& p, uint32_t at, uint32_t part,
+                                                     const Turn& turn, int head, int head_lane, float unit, float total,
+                                                     Shared& shared) {
+    if (head_lane == 0)
+      finish_head(p, part_of(p, kHeads, at), head, unit, total, shared.tiles[turn.stage].sinks[head],
+                  shared.ends[part & 1]);
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.ends_full[part & 1]));
+  }
+
+  // Of 16 channels of the RoPE part a lane has g and g + 8, and gives one away: which pair of neighbours it then has.
+  __device__ __forceinline__ static int pair_of(int g) { return g % 2 != 0 ? g + 7 : g; }
+  __device__ __forceinline__ static void exchange_pair(float& x, float& y, bool odd) {
+    const float other = __shfl_xor_sync(kAllLanes, odd ? x : y, 4);
+    if (odd) {
+      x = other;
+    } else {
+      y = other;
+    }
+  }
+
   // ---- copying ----
   //
   // A row's index comes two tiles ahead.

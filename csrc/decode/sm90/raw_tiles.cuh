@@ -51,7 +51,11 @@ struct Turn {
   }
   __device__ __forceinline__ int buffer() const { return tile & 1; }
   __device__ __forceinline__ uint32_t buffer_parity() const { return static_cast<uint32_t>(tile >> 1 & 1); }
-  __device__ __forceinline__ uint32_t tile_at() const { return static_cast<uint32_t>(stage * sizeof(RawTile)); }
+  // Where its stage is, from the first one on.
+  template <typename Shared>
+  __device__ __forceinline__ uint32_t tile_at(const Shared& /* its type */) const {
+    return static_cast<uint32_t>(stage * sizeof(Shared::tiles[0]));
+  }
 };
 
 // ---- copying ----
