@@ -193,8 +193,9 @@ def main() -> int:
         cold, warm = timer.medians(calls, args.iters), warm_medians(calls, max(args.iters // 3, 3))
         total_bytes, flop, roof = roofline_us(b, heads, args.topk + extra)
         chosen = num_splits(backend, b, heads, args.topk + extra, sm_count)
-        apart = sm90_decode.full_turns(b, heads, args.topk + extra, sm_count) if backend == "sm90" else 0
-        row = {"backend": backend, **shape, "auto_splits": chosen, "auto_apart": apart}
+        cut = sm90_decode.choose_cut(b, heads, args.topk + extra, sm_count) if backend == "sm90" else None
+        row = {"backend": backend, **shape, "auto_splits": chosen}
+        row |= {"auto_split_rows": b - cut.whole if cut else 0, "auto_rest_splits": cut.num_splits if cut else ""}
         for name in names:
             row[f"{name}_cold_us"], row[f"{name}_warm_us"] = f"{cold[name]:.2f}", f"{warm[name]:.2f}"
         row["gb_per_s"] = f"{total_bytes / warm['auto'] / 1e3:.0f}"

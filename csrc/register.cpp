@@ -25,7 +25,8 @@ STABLE_TORCH_LIBRARY(sgl_dsv4_kernels, m) {
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
       "int layout, int extra_layout, bool batch_invariant, float? q_norm_eps, Tensor? q_freqs_cis, "
       "Tensor? q_positions, Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, "
-      "int output, str backend, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
+      "int output, str backend, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax, "
+      "Tensor(e!)? o_accum=None, Tensor(f!)? lse_accum=None, int num_splits=1) -> ()");
   m.def(
       "sparse_decode_partial(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
@@ -41,10 +42,10 @@ STABLE_TORCH_LIBRARY(sgl_dsv4_kernels, m) {
   m.def(
       "sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "
-      "int block_heads, float? q_norm_eps, Tensor? q_freqs_cis, Tensor? q_positions, "
+      "int block_heads, int num_splits, float? q_norm_eps, Tensor? q_freqs_cis, Tensor? q_positions, "
       "Tensor? attn_sink, Tensor? freqs_cis, Tensor? positions, int output, bool pdl, Tensor(a!) out, "
-      "Tensor(b!) lse, "
-      "Tensor(c!)? scales, Tensor(d!)? amax) -> ()");
+      "Tensor(b!) lse, Tensor(c!)? scales, Tensor(d!)? amax, Tensor(e!)? o_accum=None, Tensor(f!)? lse_accum=None) "
+      "-> ()");
   m.def(
       "sparse_decode_partial_sm90(Tensor q, Tensor cache, Tensor indices, Tensor? topk_length, Tensor? extra_cache, "
       "Tensor? extra_indices, Tensor? extra_topk_length, int page_size, int extra_page_size, float softmax_scale, "

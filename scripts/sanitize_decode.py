@@ -1,10 +1,10 @@
 """The decode kernels once, small: what compute-sanitizer is to watch.
 
 Hopper: every number of heads a block with every output, one block of heads and several, split and unsplit, the query's
-norm and RoPE in it likewise, batch invariant; more blocks than SMs. The query kernel. Combine: split counts of each of
-its variants with every output. All that with programmatic dependent launch and without. Triton: a few of its variants,
-each of which is compiled first. Everywhere a second cache, short and empty rows. Run it with
-PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocation of its own.
+norm and RoPE in it likewise, batch invariant; more blocks than SMs, also with the last rows split. The query kernel.
+Combine: split counts of each of its variants with every output. All that with programmatic dependent launch and
+without. Triton: a few of its variants, each of which is compiled first. Everywhere a second cache, short and empty
+rows. Run it with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocation of its own.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def sm90(heads: int, block_heads: int) -> None:
     with mock.patch.object(sm90_decode, "cached_plan", return_value=plan):
         for output in OUTPUTS:
             dk.sparse_decode(**given, num_splits=1, output=output, return_amax=True)
+        for output in ("bf16", "fp8_group32_ue8m0"):
+            dk.sparse_decode(**given, num_splits=2, output=output)  # merged on chip, but for 64 heads a block
         dk.sparse_decode(**given, num_splits=3, return_amax=True)
         dk.sparse_decode_partial(**problem.arguments(), num_splits=9, backend="sm90")  # empty splits are filled
         out = unaligned(torch.zeros_like(problem.q))
@@ -72,6 +74,9 @@ def many_rows(heads: int, block_heads: int) -> None:
     with mock.patch.object(sm90_decode, "cached_plan", return_value=sm90_decode.Plan(block_heads, 1)):
         dk.sparse_decode(**given)
         dk.sparse_decode(**given, q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
+        cut = sm90_decode.Cut(tokens - 5, 3)
+        with mock.patch.object(sm90_decode, "cached_cut", return_value=cut):
+            dk.sparse_decode(**(given | dict(num_splits=None)))
 
 
 def triton() -> None:

@@ -67,20 +67,22 @@ def unsupported(main: Source, extra: Source | None) -> str | None:
 
 class Cost(NamedTuple):
     """Microseconds of a block on an H200: prologue and output, more of it when all SMs run, a tile of 64 keys; prologue
-    and output where it goes on to another row."""
+    and output where it goes on to another row; the merge of two splits by a pair of blocks."""
 
     fixed: float
     crowded: float
     tile: float
     next_row: float
+    pair: float
 
 
 COSTS = {
-    8: Cost(3.775, 2.169, 1.149, 2.543),
-    16: Cost(5.299, 1.724, 1.213, 1.886),
-    32: Cost(6.849, 1.983, 1.460, 3.408),
-    64: Cost(8.492, 2.327, 2.192, 3.273),
+    8: Cost(3.775, 2.169, 1.149, 2.543, 1.8),
+    16: Cost(5.299, 1.724, 1.213, 1.886, 1.5),
+    32: Cost(6.849, 1.983, 1.460, 3.408, 0.7),
+    64: Cost(8.492, 2.327, 2.192, 3.273, 0.0),
 }
+PAIR = 2
 MOST_PARTS = 6
 COMBINE_US = 1.673
 SMALL_COMBINE_US = 1.571
@@ -98,10 +100,9 @@ SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to p
 csrc/decode/combine.cu).
 """
 
-SECOND_DECODE_US = {8: 2.25, 16: 0.5, 32: 1.5, 64: 4.5}
-"""By heads a block in one decode: what two, of the rows of full turns and of the rest, are taken to cost more than the
-model says, against one. By `benchmark/apart_times.py` from times of both on an H200, which are in
-benchmark/results/h200/apart_times.csv.
+CUT_US = {8: 0.0, 16: 0.0, 32: 0.0, 64: 0.0}
+"""By heads a block: what rows of which the last ones are split are taken to cost more than the model says. By
+`benchmark/cut_times.py` from times on an H200, which are in benchmark/results/h200/cut_times.csv.
 """
 
 ALL_TOKENS_PAGE = 2
@@ -120,6 +121,13 @@ class Plan(NamedTuple):
     """Heads a block (8, 16, 32: keys are rows of the products; 64: heads are), and number of splits."""
 
     block_heads: int
+    num_splits: int
+
+
+class Cut(NamedTuple):
+    """Of so many rows the outputs are written at once; the others are split."""
+
+    whole: int
     num_splits: int
 
 
@@ -164,10 +172,17 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     if plan.num_splits == 1 and waves <= MOST_PARTS:
         later = cost.next_row
     time = first + (waves - 1) * later + waves * -(-all_tiles // splits) * cost.tile
-    if plan.num_splits > 1:
-        time += SMALL_COMBINE_US if rows * heads <= SMALL_COMBINE_ROWS else COMBINE_US
-        time += splits * rows * heads * HEAD_DIM * 4 / COMBINE_BYTES_PER_US
-    return time
+    if plan.num_splits == 1:
+        return time
+    if plan.num_splits == PAIR and plan.block_heads < 64:
+        return time + cost.pair
+    return time + combine_us(rows, heads, splits)
+
+
+def combine_us(rows: int, heads: int, splits: int) -> float:
+    """Time of the combine kernel by the model."""
+    launch = SMALL_COMBINE_US if rows * heads <= SMALL_COMBINE_ROWS else COMBINE_US
+    return launch + splits * rows * heads * HEAD_DIM * 4 / COMBINE_BYTES_PER_US
 
 
 def choose_plan(
@@ -240,36 +255,46 @@ def _plans(rows: int, heads: int, keys: int, num_splits: int | None, batch_invar
     return plans
 
 
-def planned_us(rows: int, heads: int, keys: int, sm_count: int, usual: int | None = None) -> float:
-    """`predicted_us` of the plan that `choose_plan` takes, at the usual length."""
-    plan = choose_plan(rows, heads, keys, sm_count, usual=usual)
-    return predicted_us(rows, heads, keys if usual is None else usual, sm_count, plan)
+def possible_cut(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) -> Cut | None:
+    """As many rows as give every SM the same number of them, unsplit, and the others, too few for one more turn, in
+    splits that find an SM each. None: there are none of one kind, or too many others."""
+    groups = -(-heads // plan.block_heads)
+    a_turn = sm_count // groups
+    if plan.num_splits > 1 or not 0 < a_turn < rows:
+        return None
+    rest = rows % a_turn
+    if rest == 0 or rows // a_turn >= MOST_PARTS:
+        return None
+    tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
+    most = min(sm_count // (rest * groups), tiles, MAX_AUTO_SPLITS)
+    splits = -(-tiles // -(-tiles // most))  # the fewest whose longest has as many tiles
+    return Cut(rows - rest, splits) if splits > 1 else None
 
 
-def rows_of_full_turns(rows: int, heads: int, sm_count: int, plan: Plan) -> int:
-    """How many rows give every SM the same number of them, unsplit, where the others are too few for one more turn. 0:
-    none, or no others."""
-    a_turn = sm_count // -(-heads // plan.block_heads)
-    if plan.num_splits > 1 or not 0 < a_turn < rows or rows % a_turn == 0:
-        return 0
-    return rows // a_turn * a_turn
+def cut_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan, cut: Cut) -> float:
+    """Time of such a decode by the model: whole rows, then a split a block, then the combine kernel."""
+    cost = COSTS[plan.block_heads]
+    tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
+    splits = min(cut.num_splits, tiles)
+    time = predicted_us(cut.whole, heads, keys, sm_count, plan)
+    return time + cost.next_row + -(-tiles // splits) * cost.tile + combine_us(rows - cut.whole, heads, splits)
 
 
-def full_turns(rows: int, heads: int, keys: int, sm_count: int, usual: int | None = None) -> int:
-    """How many of the rows to decode apart from the rest, 0 for all in one decode.
+def choose_cut(rows: int, heads: int, keys: int, sm_count: int, usual: int | None = None) -> Cut | None:
+    """Which rows to split, where the others are decoded whole in the same launch; None: all are decoded alike.
 
-    Unsplit blocks take a row each, or one after the other, so a row more than the SMs take at once costs as much as a
-    turn of them. Those of full turns stay unsplit; the rest, where it is few, is faster as a decode of its own, which
-    splits it. The arguments are those of `choose_plan`.
+    Unsplit, a row more than the SMs take at once costs as much as a turn of them. The arguments are those of
+    `choose_plan`.
 
-    Example: 128 + 512 keys, 132 SMs: 136 rows of 64 heads 132, 68 rows of 128 heads 66, 128 or 192 rows of 64 heads 0.
+    Example: 128 + 512 keys, 132 SMs: 136 rows of 64 heads, the last 4 in 10 splits; 68 rows of 128 heads, the last 2.
     """
     plan = choose_plan(rows, heads, keys, sm_count, usual=usual)
-    first = rows_of_full_turns(rows, heads, sm_count, plan)
-    if first == 0:
-        return 0
-    one, *two = (planned_us(count, heads, keys, sm_count, usual) for count in (rows, first, rows - first))
-    return first if sum(two) + SECOND_DECODE_US[plan.block_heads] < one else 0
+    cut = possible_cut(rows, heads, keys, sm_count, plan)
+    if cut is None:
+        return None
+    length = keys if usual is None else usual
+    one, two = (time(rows, heads, length, sm_count, plan, *more) for time, *more in ((predicted_us,), (cut_us, cut)))
+    return cut if two + CUT_US[plan.block_heads] < one else None
 
 
 cached_plan = functools.lru_cache(maxsize=4096)(choose_plan)
@@ -285,33 +310,24 @@ def plan_of(
     return plan(*shapes, num_splits, batch_invariant, usual_keys(main, extra))
 
 
-cached_full_turns = functools.lru_cache(maxsize=4096)(full_turns)
+def merges(q: torch.Tensor, main: Source, extra: Source | None, num_splits: int, batch_invariant: bool) -> bool:
+    """Whether the splits of a call are merged in the decode kernel, by pairs of blocks; without amax."""
+    return num_splits == PAIR and plan_of(q, main, extra, num_splits, batch_invariant).block_heads < 64
 
 
-def rows_apart(q: torch.Tensor, main: Source, extra: Source | None) -> int:
-    """`full_turns` of a call whose plan is free, with bf16 outputs. 0 while torch.compile traces: with a symbol for the
-    number of rows, three plans take it a minute."""
+cached_cut = functools.lru_cache(maxsize=4096)(choose_cut)
+
+
+def cut_of(q: torch.Tensor, main: Source, extra: Source | None) -> Cut | None:
+    """`choose_cut` of a call whose plan is free, with bf16 outputs. None while torch.compile traces: it takes long for
+    every plan that is asked for with a symbol for the number of rows."""
     if torch.compiler.is_compiling():
-        return 0
+        return None
     shapes = (q.shape[0], q.shape[1], listed_keys(main, extra), count_sms(q.device))
-    return cached_full_turns(*shapes, usual_keys(main, extra))
+    return cached_cut(*shapes, usual_keys(main, extra))
 
 
 # ---- launch ----
-
-
-def _attention(
-    q: torch.Tensor,
-    main: Source,
-    extra: Source | None,
-    softmax_scale: float,
-    num_splits: int,
-    batch_invariant: bool,
-    prologue: Prologue,
-) -> tuple:
-    """The leading arguments of both ops."""
-    plan = plan_of(q, main, extra, num_splits, batch_invariant)
-    return (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, *prologue)
 
 
 def launch(
@@ -322,16 +338,20 @@ def launch(
     epilogue: tuple,
     result: tuple[torch.Tensor | None, ...],
     *,
+    num_splits: int = 1,
     prologue: Prologue = (None, None, None),
     batch_invariant: bool = False,
 ) -> None:
     """The whole decode in one launch. Shapes are checked by the caller.
 
     Args:
-        epilogue: attn_sink, freqs_cis, positions, code of the output. result: out, lse, scales, amax.
+        epilogue: attn_sink, freqs_cis, positions, code of the output.
+        result: out, lse, scales, amax, and o_accum, lse_accum of the last rows, where these are split.
+        num_splits: 1, or 2 where `merges` says so.
         prologue: what is done to q first.
     """
-    attention = _attention(q, main, extra, softmax_scale, 1, batch_invariant, prologue)
+    plan = plan_of(q, main, extra, num_splits, batch_invariant)
+    attention = (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, num_splits, *prologue)
     torch.ops.sgl_dsv4_kernels.sparse_decode_sm90(*attention, *epilogue, settings.pdl, *result)
 
 
@@ -348,5 +368,6 @@ def launch_partial(
     batch_invariant: bool = False,
 ) -> None:
     """Partials of every split: o_accum [S, T, h, 512], lse_accum [S, T, h]. Shapes are checked by the caller."""
-    attention = _attention(q, main, extra, softmax_scale, o_accum.shape[0], batch_invariant, prologue)
+    plan = plan_of(q, main, extra, o_accum.shape[0], batch_invariant)
+    attention = (*op_arguments(q, main, extra), softmax_scale, plan.block_heads, *prologue)
     torch.ops.sgl_dsv4_kernels.sparse_decode_partial_sm90(*attention, fill_empty, settings.pdl, o_accum, lse_accum)

@@ -77,6 +77,7 @@ sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tenso
   p.scale_log2 = static_cast<float>(softmax_scale * kLog2E);
   p.num_tokens = static_cast<int32_t>(tokens);
   p.num_heads = static_cast<int32_t>(heads);
+  p.num_whole = p.num_tokens;
   p.num_splits = 1;
   check(block_heads == 8 || block_heads == 16 || block_heads == 32 || block_heads == 64,
         "block_heads: expected 8, 16, 32 or 64, got ", block_heads);
@@ -86,6 +87,31 @@ sm90::DecodeParams make_params(const Tensor& q, const Tensor& cache, const Tenso
   p.stride_q_head = q.stride(1);
   p.query = make_prologue(q_norm_eps, q_freqs_cis, q_positions, tokens, device);
   return p;
+}
+
+// Where the rows from `p`'s num_whole on leave their partials.
+void fill_partials(const Tensor& o_accum, const Tensor& lse_accum, int64_t rows, int32_t device,
+                   sm90::DecodeParams* p) {
+  check_cuda_device("o_accum", o_accum, device);
+  check_shape("o_accum", o_accum, {kAny, rows, p->num_heads, kHeadDim});
+  check_dtype("o_accum", o_accum, {ScalarType::Float});
+  check_stride("o_accum", o_accum, 3, 1);
+  check_vector_access("o_accum", o_accum, 4);
+  const int64_t splits = o_accum.size(0);
+  check(splits >= 1 && splits <= kMaxInt, "o_accum: expected 1 to 2^31 - 1 splits, got ", splits);
+  check_cuda_device("lse_accum", lse_accum, device);
+  check_shape("lse_accum", lse_accum, {splits, rows, p->num_heads});
+  check_dtype("lse_accum", lse_accum, {ScalarType::Float});
+  p->o_accum = static_cast<float*>(o_accum.data_ptr());
+  p->lse_accum = static_cast<float*>(lse_accum.data_ptr());
+  p->num_whole = static_cast<int32_t>(p->num_tokens - rows);
+  p->num_splits = static_cast<int32_t>(splits);
+  p->stride_o_split = o_accum.stride(0);
+  p->stride_o_token = o_accum.stride(1);
+  p->stride_o_head = o_accum.stride(2);
+  p->stride_lse_split = lse_accum.stride(0);
+  p->stride_lse_token = lse_accum.stride(1);
+  p->stride_lse_head = lse_accum.stride(2);
 }
 
 void launch(const char* op, const sm90::DecodeParams& p, int32_t device, bool pdl) {
@@ -99,15 +125,26 @@ void launch(const char* op, const sm90::DecodeParams& p, int32_t device, bool pd
 
 void sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor topk_length, OptionalTensor extra_cache,
                         OptionalTensor extra_indices, OptionalTensor extra_topk_length, int64_t page_size,
-                        int64_t extra_page_size, double softmax_scale, int64_t block_heads,
+                        int64_t extra_page_size, double softmax_scale, int64_t block_heads, int64_t num_splits,
                         std::optional<double> q_norm_eps, OptionalTensor q_freqs_cis, OptionalTensor q_positions,
                         OptionalTensor attn_sink, OptionalTensor freqs_cis, OptionalTensor positions, int64_t output,
-                        bool pdl, Tensor out, Tensor lse, OptionalTensor scales, OptionalTensor amax) {
+                        bool pdl, Tensor out, Tensor lse, OptionalTensor scales, OptionalTensor amax,
+                        OptionalTensor o_accum, OptionalTensor lse_accum) {
   sm90::DecodeParams p =
       make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size,
                   extra_page_size, softmax_scale, block_heads, q_norm_eps, q_freqs_cis, q_positions);
   const RowsAndHeads n = {q.size(0), q.size(1), q.get_device_index()};
   fill_epilogue(attn_sink, freqs_cis, positions, output, out, lse, scales, amax, n, &p.finish);
+  check(o_accum.has_value() == lse_accum.has_value(), "o_accum and lse_accum: expected both or neither");
+  if (o_accum) {
+    const int64_t rows = o_accum->dim() == 4 ? o_accum->size(1) : 0;
+    check(rows >= 1 && rows <= n.tokens, "o_accum: expected partials of 1 to ", n.tokens, " rows, got ", rows);
+    check(p.finish.output == OutputKind::kBf16 && !amax, "o_accum: expected bf16 outputs without amax");
+    fill_partials(*o_accum, *lse_accum, rows, n.device, &p);
+  }
+  check(num_splits == 1 || (num_splits == 2 && block_heads < 64 && !o_accum && !amax),
+        "num_splits: expected 1, or 2 with fewer than 64 heads a block, without amax and o_accum; got ", num_splits);
+  if (!o_accum) p.num_splits = static_cast<int32_t>(num_splits);
   launch("sparse_decode_sm90", p, n.device, pdl);
 }
 
@@ -121,26 +158,8 @@ void sparse_decode_partial_sm90(Tensor q, Tensor cache, Tensor indices, Optional
       make_params(q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size,
                   extra_page_size, softmax_scale, block_heads, q_norm_eps, q_freqs_cis, q_positions);
   const int32_t device = q.get_device_index();
-  check_cuda_device("o_accum", o_accum, device);
-  check_shape("o_accum", o_accum, {kAny, q.size(0), q.size(1), kHeadDim});
-  check_dtype("o_accum", o_accum, {ScalarType::Float});
-  check_stride("o_accum", o_accum, 3, 1);
-  check_vector_access("o_accum", o_accum, 4);
-  const int64_t splits = o_accum.size(0);
-  check(splits >= 1 && splits <= kMaxInt, "o_accum: expected 1 to 2^31 - 1 splits, got ", splits);
-  check_cuda_device("lse_accum", lse_accum, device);
-  check_shape("lse_accum", lse_accum, {splits, q.size(0), q.size(1)});
-  check_dtype("lse_accum", lse_accum, {ScalarType::Float});
-  p.o_accum = static_cast<float*>(o_accum.data_ptr());
-  p.lse_accum = static_cast<float*>(lse_accum.data_ptr());
-  p.num_splits = static_cast<int32_t>(splits);
+  fill_partials(o_accum, lse_accum, q.size(0), device, &p);
   p.fill_empty = fill_empty;
-  p.stride_o_split = o_accum.stride(0);
-  p.stride_o_token = o_accum.stride(1);
-  p.stride_o_head = o_accum.stride(2);
-  p.stride_lse_split = lse_accum.stride(0);
-  p.stride_lse_token = lse_accum.stride(1);
-  p.stride_lse_head = lse_accum.stride(2);
   launch("sparse_decode_partial_sm90", p, device, pdl);
 }
 

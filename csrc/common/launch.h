@@ -75,25 +75,31 @@ inline cudaError_t has_grid_dependency_wait(Kernel* kernel, bool* yes) {
   return cudaSuccess;
 }
 
-// Launches `kernel(params)`. With `pdl` the grid may start before its predecessor in the stream has finished: the
-// kernel must execute griddepcontrol.wait in every block before it reads anything that is not constant.
+// Launches `kernel(params)`, in clusters of so many blocks. With `pdl` the grid may start before its predecessor in the
+// stream has finished: the kernel must execute griddepcontrol.wait in every block before it reads anything that is not
+// constant.
 template <typename Params>
 inline cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes, bool pdl,
-                                 cudaStream_t stream, const Params& params) {
+                                 cudaStream_t stream, const Params& params, int cluster = 1) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   if (pdl) {
     bool has_wait = false;
     if (cudaError_t err = has_grid_dependency_wait(kernel, &has_wait); err != cudaSuccess) return err;
     if (has_wait) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
     }
   }
   return cudaLaunchKernelEx(&config, kernel, params);

@@ -342,6 +342,44 @@ __device__ __forceinline__ void prefetch_l2(const void* address, uint32_t bytes)
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 
+// PTX ISA, "cp.async.bulk": `bytes` of shared memory to the global one, all multiples of 16; by the copy engine, as one
+// of those that bulk_commit() makes a group of.
+__device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+
+// ---- clusters ----
+
+// PTX ISA, "barrier.cluster": of all threads of the cluster's blocks that have not ended. What was written before a
+// thread arrived can be read behind the wait.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// PTX ISA, "mapa": where block `rank` of the cluster has what this one has at `address` in shared memory.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ float ld_cluster(uint32_t address) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 ld_cluster_v4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 // ---- boxes of a tensor: the copy engine ----
 
 // Where a box of a tensor of four dimensions begins, the fastest dimension first.
@@ -370,10 +408,6 @@ __device__ __forceinline__ void bulk_commit() {
 // This thread's stores have read what they store.
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-// They are done.
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // PTX ISA, "stmatrix": four 8 x 8 matrices of 16 bits; lane l has two columns of row l / 4 of each, and the address of

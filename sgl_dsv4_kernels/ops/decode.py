@@ -62,7 +62,7 @@ def sparse_decode(
             the first three come together or not at all.
         layout, extra_layout: a CacheLayout or its lower-case name; extra_layout None = layout.
         num_splits: None = chosen from shapes (`split_partition.choose_num_splits`, `sm90_decode.choose_plan`; with bf16
-            outputs alone rows may be cut in two decodes, `sm90_decode.full_turns`). 1 = no partials in memory.
+            outputs alone it may be for the last rows only, `sm90_decode.choose_cut`). 1 = no partials in memory.
         batch_invariant: fix the split size, so that a row's bits do not depend on T or on other rows. Not together with
             num_splits.
         backend: None (the fastest here), "sm90" (Hopper, layout v4), "triton" (CUDA from sm_80 on) or "torch" (the
@@ -95,34 +95,33 @@ def sparse_decode(
     freqs, positions = _check_epilogue(q.shape[0], q.shape[1], q.device, attn_sink, inverse_rope, output)
     result = _outputs(q.shape[0], q.shape[1], q.device, output, return_amax, out, lse)
     code = OUTPUTS.index(output)
-
-    def decode(q, main, extra, prologue, positions, result) -> None:
-        splits = _resolve_num_splits(q, main, extra, num_splits, batch_invariant, backend)
-        if q.shape[0] == 0:
-            return
-        ops = torch.ops.sgl_dsv4_kernels
-        attention = (*op_arguments(q, main, extra), scale, *layout_codes, batch_invariant, *prologue)
-        if splits == 1:
-            ops.sparse_decode(*attention, attn_sink, freqs, positions, code, backend, *result)
-            return
-        o_accum, lse_accum = _partials(q, splits)
-        ops.sparse_decode_partial(*attention, False, backend, o_accum, lse_accum)
-        ops.combine_splits(o_accum, lse_accum, attn_sink, freqs, positions, code, settings.pdl, *result)
-
     free = num_splits is None and not batch_invariant and output == "bf16" and not return_amax
-    apart = _rows_apart(q, main, extra, backend) if free else 0
-    if apart == 0:
-        decode(q, main, extra, prologue, positions, result)
-        return result
-    for rows in (slice(apart), slice(apart, None)):
-        decode(
-            q[rows],
-            main.rows(rows),
-            None if extra is None else extra.rows(rows),
-            (*prologue[:2], _some(prologue[2], rows)),
-            _some(positions, rows),
-            [_some(x, rows) for x in result],
+    cut = _choose_cut(q, main, extra, backend) if free else None
+    if cut is None:
+        splits = _resolve_num_splits(q, main, extra, num_splits, batch_invariant, backend)
+        merged = splits == 1 or (
+            backend == "sm90" and not return_amax and sm90_decode.merges(q, main, extra, splits, batch_invariant)
         )
+        cut = sm90_decode.Cut(q.shape[0] if merged else 0, splits)
+    if q.shape[0] == 0:
+        return result
+
+    ops = torch.ops.sgl_dsv4_kernels
+    attention = (*op_arguments(q, main, extra), scale, *layout_codes, batch_invariant, *prologue)
+    whole = (*attention, attn_sink, freqs, positions, code, backend, *result)
+    if cut.whole == q.shape[0]:
+        ops.sparse_decode(*whole, num_splits=cut.num_splits)
+        return result
+
+    def rest(x: torch.Tensor | None) -> torch.Tensor | None:
+        return _some(x, slice(cut.whole, None)) if cut.whole else x
+
+    partials = _partials(rest(q), cut.num_splits)
+    if cut.whole == 0:
+        ops.sparse_decode_partial(*attention, False, backend, *partials)
+    else:
+        ops.sparse_decode(*whole, *partials)
+    ops.combine_splits(*partials, attn_sink, freqs, rest(positions), code, settings.pdl, *map(rest, result))
     return result
 
 
@@ -271,9 +270,9 @@ def _resolve_num_splits(
     return choose(q.shape[0], q.shape[1], keys, sm90_decode.count_sms(q.device))
 
 
-def _rows_apart(q: torch.Tensor, main: Source, extra: Source | None, backend: str) -> int:
-    """How many of the rows are a decode of their own, before the others; 0: all are one."""
-    return sm90_decode.rows_apart(q, main, extra) if backend == "sm90" else 0
+def _choose_cut(q: torch.Tensor, main: Source, extra: Source | None, backend: str) -> sm90_decode.Cut | None:
+    """How many of the rows are decoded whole, where the others are split."""
+    return sm90_decode.cut_of(q, main, extra) if backend == "sm90" else None
 
 
 # ---- checks ----
@@ -433,6 +432,14 @@ def _prepare(
     return q, main, extra, prologue, backend
 
 
+def _rows(
+    rows: slice, q: torch.Tensor, main: Source, extra: Source | None, prologue: Prologue
+) -> tuple[torch.Tensor, Source, Source | None, Prologue]:
+    """What belongs to some of the rows."""
+    eps, freqs, positions = prologue
+    return q[rows], main.rows(rows), None if extra is None else extra.rows(rows), (eps, freqs, _some(positions, rows))
+
+
 def _write(results: tuple[torch.Tensor | None, ...], targets: tuple[torch.Tensor | None, ...]) -> None:
     for result, target in zip(results, targets, strict=True):
         if target is not None:
@@ -442,12 +449,27 @@ def _write(results: tuple[torch.Tensor | None, ...], targets: tuple[torch.Tensor
 def _sparse_decode_op(
     q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
     softmax_scale, layout, extra_layout, batch_invariant, q_norm_eps, q_freqs_cis, q_positions, attn_sink, freqs_cis,
-    positions, output, backend, out, lse, scales, amax,
+    positions, output, backend, out, lse, scales, amax, o_accum=None, lse_accum=None, num_splits=1,
 ) -> None:  # fmt: skip
     q, main, extra, prologue, backend = _prepare(
         q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
         layout, extra_layout, (q_norm_eps, q_freqs_cis, q_positions), backend,
     )  # fmt: skip
+    if backend == "sm90":
+        epilogue = (attn_sink, freqs_cis, positions, output)
+        result = (out, lse, scales, amax, o_accum, lse_accum)
+        sm90_decode.launch(
+            q, main, extra, softmax_scale, epilogue, result, num_splits=num_splits, prologue=prologue,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+        return
+    if o_accum is not None:
+        rest, first = (slice(q.shape[0] - o_accum.shape[1], None), slice(q.shape[0] - o_accum.shape[1]))
+        _decode_partial(
+            *_rows(rest, q, main, extra, prologue), softmax_scale, False, batch_invariant, backend, o_accum, lse_accum
+        )
+        q, main, extra, prologue = _rows(first, q, main, extra, prologue)
+        positions, out, lse = (_some(x, first) for x in (positions, out, lse))
     if backend == "triton":
         from sgl_dsv4_kernels import triton_launch
 
@@ -456,13 +478,6 @@ def _sparse_decode_op(
             q, main, extra, softmax_scale, out, lse, prologue=prologue, epilogue=epilogue,
             batch_invariant=batch_invariant,
         )  # fmt: skip
-        return
-    if backend == "sm90":
-        epilogue = (attn_sink, freqs_cis, positions, output)
-        result = (out, lse, scales, amax)
-        sm90_decode.launch(
-            q, main, extra, softmax_scale, epilogue, result, prologue=prologue, batch_invariant=batch_invariant
-        )
         return
     results = reference.sparse_decode(
         q, main, extra, softmax_scale=softmax_scale, attn_sink=attn_sink, freqs_cis=freqs_cis, positions=positions,
@@ -480,6 +495,12 @@ def _sparse_decode_partial_op(
         q, cache, indices, topk_length, extra_cache, extra_indices, extra_topk_length, page_size, extra_page_size,
         layout, extra_layout, (q_norm_eps, q_freqs_cis, q_positions), backend,
     )  # fmt: skip
+    _decode_partial(q, main, extra, prologue, softmax_scale, fill_empty, batch_invariant, backend, o_accum, lse_accum)
+
+
+def _decode_partial(
+    q, main, extra, prologue, softmax_scale, fill_empty, batch_invariant, backend, o_accum, lse_accum
+) -> None:  # fmt: skip
     if backend == "triton":
         from sgl_dsv4_kernels import triton_launch
 

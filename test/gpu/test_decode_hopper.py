@@ -270,37 +270,101 @@ def test_more_blocks_than_sms_into_views(block_heads, shift):
     assert (wide == 7.0).all()
 
 
-@pytest.mark.parametrize(("heads", "tokens", "apart"), [(8, 137, 132), (32, 200, 60), (64, 136, 132), (128, 68, 66)])
-def test_rows_in_two_decodes(heads, tokens, apart, monkeypatch):
-    """Every row has the bits that it has in a decode of its part alone, also in a graph; nothing beside the outputs is
-    written."""
-    monkeypatch.setattr(sm90_decode, "cached_full_turns", lambda *_: apart)
-    problem = mixed_rows(tokens, heads)
+@pytest.mark.parametrize(("heads", "more", "splits"), [(1, 5, 10), (1, 40, 3), (2, 9, 4), (1, -100, 2), (1, 300, 2)])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_last_rows_in_splits(block_heads, heads, more, splits, shift, monkeypatch):
+    """Every row has the bits that it has in a decode of rows of its kind alone, also in a graph; nothing beside the
+    outputs is written. Fewer rows than SMs, up to more splits than SMs; `shift`: outputs that start anywhere, which are
+    left to two launches.
+
+    Args:
+        heads: blocks of a row. more: rows beyond one for every SM, half of them split, or all beyond it.
+    """
+    sms = sm90_decode.count_sms(DEVICE) // heads
+    tokens = sms + more
+    whole = sms if 0 < more < sms else tokens // 2
+    monkeypatch.setattr(sm90_decode, "cached_cut", lambda *_: sm90_decode.Cut(whole, splits))
+    problem = mixed_rows(tokens, heads * block_heads)
     given = problem.arguments() | problem.options | dict(backend="sm90", q_norm_eps=1e-6)
     given["q_rope"] = problem.options["inverse_rope"]
-    wide, lse = (
-        torch.full((tokens + 2, heads, 512), 7.0, dtype=torch.bfloat16, device=DEVICE),
-        torch.zeros(tokens, heads),
-    )
-    lse = lse.to(DEVICE)
+    wide = torch.full((tokens + 2, heads * block_heads, 520), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    out, lse = wide[1:-1, :, shift : shift + 512], torch.full((tokens, heads * block_heads), 7.0, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        dk.sparse_decode(**given, out=wide[1:-1], lse=lse)
+        dk.sparse_decode(**given, out=out, lse=lse)
         torch.cuda.synchronize()
-    assert sum(event.count for event in profile.key_averages() if "sm90" in event.key) == 2
+    parts = heads * splits * (tokens - whole)
+    one_launch = shift == 0 and (parts <= sms * heads if block_heads == 64 else tokens > sms)
+    launches = sum(event.count for event in profile.key_averages() if "sm90" in event.key)
+    assert launches == (1 if one_launch else 2)
     eager, eager_lse = wide.clone(), lse.clone()
-    wide[1:-1], lse[:] = 7.0, 7.0
+    out.fill_(7.0)
+    lse.fill_(7.0)
     with torch.cuda.graph(graph):
-        dk.sparse_decode(**given, out=wide[1:-1], lse=lse)
+        dk.sparse_decode(**given, out=out, lse=lse)
     graph.replay()
-    monkeypatch.setattr(sm90_decode, "cached_full_turns", lambda *_: 0)
-    for first, last in ((0, apart), (apart, tokens)):
-        want = dk.sparse_decode(**rows_of(given, first, last))
+    for first, last, num_splits in ((0, whole, 1), (whole, tokens, splits)):
+        want = dk.sparse_decode(**rows_of(given, first, last), num_splits=num_splits)
         for got, got_lse in ((wide, lse), (eager, eager_lse)):
-            assert torch.equal(got[1:-1][first:last], want.out)
+            assert torch.equal(got[1:-1, :, shift : shift + 512][first:last], want.out)
             assert torch.equal(got_lse[first:last], want.lse)
-            assert (got[0] == 7.0).all()
-            assert (got[-1] == 7.0).all()
+    out.fill_(7.0)
+    assert (wide == 7.0).all()
+
+
+@pytest.mark.parametrize("block_heads", [8, 16, 32], indirect=True)
+@pytest.mark.parametrize("heads", [8, 32, 64])
+@pytest.mark.parametrize("output", reference.OUTPUTS)
+def test_two_splits_merged_on_chip(block_heads, heads, output):
+    """The bits of partials and the combine kernel, which amax still takes: rows without keys, of one split, also of
+    NaN, infinity and sinks of both; nothing beside the outputs is written."""
+    problem = mixed_rows(75, heads)
+    problem.q[3] = math.nan
+    problem.q[50, 7] = math.inf
+    problem.q[70] *= 2.0**60
+    problem.options["attn_sink"][5:8] = torch.tensor([math.nan, math.inf, -math.inf])
+    given = problem.arguments() | problem.options | dict(backend="sm90", num_splits=2, output=output, q_norm_eps=1e-6)
+    given["q_rope"] = problem.options["inverse_rope"]
+    want = dk.sparse_decode(**given, return_amax=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        got = dk.sparse_decode(**given)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if "sgl_dsv4" in event.key]
+    assert len(kernels) == 1, kernels
+    bits = torch.int16 if output == "bf16" else torch.uint8
+    assert torch.equal(got.out.view(bits), want.out.view(bits))
+    assert torch.equal(got.lse.view(torch.int32), want.lse.view(torch.int32))
+    if output != "bf16":
+        assert torch.equal(got.scales.view(torch.uint8), want.scales.view(torch.uint8))
+        return
+    for shift in (1, 8):
+        wide = torch.full((77, heads, 528), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        inner = wide[1:-1, :, shift : shift + 512]
+        dk.sparse_decode(**given, out=inner)
+        assert torch.equal(inner.contiguous().view(bits), want.out.view(bits))
+        inner.fill_(7.0)
+        assert (wide == 7.0).all()
+
+
+@pytest.mark.parametrize("block_heads", [8, 16, 32], indirect=True)
+@pytest.mark.parametrize("pdl", [False, True])
+def test_pairs_in_a_graph(block_heads, monkeypatch, pdl):
+    """More pairs than the SMs hold at once, of rows with many and few keys; each reads what the last one wrote."""
+    monkeypatch.setattr(settings, "pdl", pdl)
+    problem = mixed_rows(300, block_heads)
+    given = problem.arguments() | problem.options | dict(num_splits=2, backend="sm90")
+    want, steps = given["q"], 5
+    for _ in range(steps):
+        want = dk.sparse_decode(**(given | dict(q=want)), return_amax=True).out
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = given["q"]
+        for _ in range(steps):
+            got = dk.sparse_decode(**(given | dict(q=got))).out
+    for _ in range(3):
+        got.fill_(7.0)
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 def test_chains_of_programmatic_launches(block_heads, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sgl_dsv4_kernels as dk
+from sgl_dsv4_kernels import sm90_decode
 from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import CacheLayout
 from sgl_dsv4_kernels.ops import decode as ops
@@ -54,32 +55,31 @@ def test_caller_outputs_are_written_and_returned(problem):
         assert (out[..., 512:] == 77).all()
 
 
-@pytest.mark.parametrize("apart", [1, 5])
+@pytest.mark.parametrize("whole", [1, 5])
 @pytest.mark.parametrize("second_cache", [False, True])
-def test_rows_in_two_decodes(monkeypatch, apart, second_cache):
-    """What belongs to a row goes with it, and what belongs to all with both."""
+def test_last_rows_in_splits(monkeypatch, whole, second_cache):
+    """What belongs to a row goes with it, and what belongs to all with both kinds of rows."""
     lengths = dict(lengths=[0, 3, 70, 130, 1, 64, 129])
     if second_cache:
         lengths["extra_lengths"] = [40, 0, 1, 33, 0, 40, 7]
     problem = td.random_problem(7, 8, 130, 40 if second_cache else None, rope=True, **lengths)
     given = problem.arguments() | problem.options | dict(q_norm_eps=1e-6, q_rope=problem.options["inverse_rope"])
     given["attn_sink"] = torch.linspace(-2, 2, 8)
-    want = dk.sparse_decode(**given)
-    decodes = []
-    monkeypatch.setattr(ops, "_rows_apart", lambda *_: apart)
-    resolve = ops._resolve_num_splits
-    monkeypatch.setattr(ops, "_resolve_num_splits", lambda q, *rest: decodes.append(q.shape[0]) or resolve(q, *rest))
+    want, want_split = dk.sparse_decode(**given), dk.sparse_decode(**given, num_splits=2)
+    cuts = []
+    monkeypatch.setattr(ops, "_choose_cut", lambda *_: cuts.append(1) or sm90_decode.Cut(whole, 2))
     out, lse = torch.full_like(want.out, 7.0), torch.full_like(want.lse, 7.0)
     result = dk.sparse_decode(**given, out=out, lse=lse)
-    assert decodes == [apart, 7 - apart]
+    assert cuts
     assert result.out is out
     assert result.lse is lse
-    assert torch.equal(out, want.out)
-    assert torch.equal(lse, want.lse)
+    for got, one, two in ((out, want.out, want_split.out), (lse, want.lse, want_split.lse)):
+        assert torch.equal(got[:whole], one[:whole])
+        assert torch.equal(got[whole:], two[whole:])
+    cuts.clear()
     for fixed in (dict(num_splits=1), dict(batch_invariant=True), dict(output="fp8_group128"), dict(return_amax=True)):
-        decodes.clear()
         dk.sparse_decode(**given, **fixed)
-        assert decodes == [7], fixed
+    assert not cuts
 
 
 def test_forms_of_freqs_and_positions(problem):
@@ -249,6 +249,9 @@ def test_opcheck(problem):
         # torch cannot compare float8 tensors before and after
         tests = {} if code == 0 else dict(test_utils=("test_autograd_registration", "test_faketensor"))
         torch.library.opcheck(namespace.sparse_decode.default, arguments, **tests)
+        if code == 0:
+            partials = torch.empty(2, 1, 8, 512), torch.empty(2, 1, 8)
+            torch.library.opcheck(namespace.sparse_decode.default, (*arguments, *partials))
     o_accum, lse_accum = torch.empty(2, 3, 8, 512), torch.empty(2, 3, 8)
     arguments = (*op_arguments(problem), True, "torch", o_accum, lse_accum)
     torch.library.opcheck(namespace.sparse_decode_partial.default, arguments)

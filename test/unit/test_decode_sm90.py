@@ -18,7 +18,7 @@ from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.ops import decode as ops
 from sgl_dsv4_kernels.reference.decode import Source
-from sgl_dsv4_kernels.sm90_decode import Plan, choose_plan, full_turns, predicted_us, usual_keys
+from sgl_dsv4_kernels.sm90_decode import Cut, Plan, choose_cut, choose_plan, possible_cut, predicted_us, usual_keys
 from sgl_dsv4_kernels.split_partition import MAX_PARTIAL_BYTES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -172,57 +172,56 @@ def test_rows_that_a_block_goes_on_to():
         assert turns(most, block_heads) == pytest.approx(most * turns(1, block_heads))
 
 
-def test_full_turns():
-    assert full_turns(136, 64, 640, 132) == 132
-    assert full_turns(272, 8, 640, 132) == 264
-    assert full_turns(68, 128, 640, 132) == 66
-    assert [full_turns(rows, 64, 640, 132) for rows in (0, 1, 16, 128, 132, 192, 256, 264, 384)] == [0] * 9
-    assert full_turns(136, 64, 128, 132) == 0  # too short
+def test_cut():
+    assert choose_cut(136, 64, 640, 132) == Cut(132, 10)
+    assert choose_cut(160, 64, 640, 132) == Cut(132, 4)  # as many SMs, and no longer splits than in three
+    assert choose_cut(272, 8, 640, 132) == Cut(264, 10)
+    assert choose_cut(68, 128, 640, 132) == Cut(66, 10)
+    assert [choose_cut(rows, 64, 640, 132) for rows in (0, 1, 16, 128, 132, 256, 264, 384)] == [None] * 8
     # Up to 1152 keys are listed, 256 are usual.
-    assert full_turns(136, 64, 1152, 132, usual=256) == 0
-    assert full_turns(136, 64, 1152, 132) == 132
+    assert choose_cut(192, 64, 1152, 132) == Cut(132, 2)
+    assert choose_cut(192, 64, 1152, 132, usual=128) is None
 
 
-def test_rows_apart(monkeypatch):
-    """Of calls on a device; in one while torch.compile traces."""
+def test_cut_of_a_call(monkeypatch):
+    """Of calls on a device; none while torch.compile traces."""
     monkeypatch.setattr(sm90_decode, "count_sms", lambda device: 132)
     problem = td.random_problem(136, 64, 128, 512, extra_page_size=64)
-    assert sm90_decode.rows_apart(problem.q, problem.main, problem.extra) == 132
-    assert sm90_decode.rows_apart(problem.q, problem.main, None) == 0
-    assert ops._rows_apart(problem.q, problem.main, problem.extra, "sm90") == 132
-    assert ops._rows_apart(problem.q, problem.main, problem.extra, "triton") == 0
+    assert sm90_decode.cut_of(problem.q, problem.main, problem.extra) == Cut(132, 10)
+    assert ops._choose_cut(problem.q, problem.main, problem.extra, "sm90") == Cut(132, 10)
+    assert ops._choose_cut(problem.q, problem.main, problem.extra, "triton") is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert sm90_decode.rows_apart(problem.q, problem.main, problem.extra) == 0
+    assert sm90_decode.cut_of(problem.q, problem.main, problem.extra) is None
 
 
 @pytest.mark.parametrize("sm_count", [1, 4, 14, 78])
-def test_full_turns_of_few_sms(sm_count):
+def test_cut_of_few_sms(sm_count):
     """Down to slices of a device that has fewer SMs than a row has blocks."""
     for heads in (8, 128):
         for rows in (0, 1, 3, sm_count, sm_count + 1, 200):
-            apart = full_turns(rows, heads, 640, sm_count)
-            assert 0 <= apart < max(rows, 1)
-    assert sm90_decode.rows_of_full_turns(200, 128, 1, Plan(8, 1)) == 0
-    assert sm90_decode.rows_of_full_turns(200, 128, 78, Plan(64, 1)) == 195
+            cut = choose_cut(rows, heads, 640, sm_count)
+            assert cut is None or 0 < cut.whole < rows
+    assert possible_cut(200, 128, 640, 1, Plan(8, 1)) is None
+    assert possible_cut(200, 128, 640, 78, Plan(64, 1)) == Cut(195, 5)  # 10 blocks of 78 SMs: 7 splits would be as long
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("keys", [128, 640, 1152])
-def test_full_turns_are_full(heads, keys):
-    """What is decoded apart gives every SM the same number of rows, and the two are predicted to be faster."""
-
-    def time(rows):
-        return predicted_us(rows, heads, keys, 132, choose_plan(rows, heads, keys, 132))
-
-    for rows in range(1, 520):
-        apart = full_turns(rows, heads, keys, 132)
-        if apart == 0:
+@pytest.mark.parametrize("keys", [1, 128, 640, 1152, 8384])
+def test_cuts_fill_the_turns(heads, keys):
+    """Whole rows give every SM the same number of parts, the splits of the others find an SM each, and as long ones
+    could not be fewer."""
+    for rows in range(1, 900):
+        plan = Plan(choose_plan(rows, heads, keys, 132).block_heads, 1)
+        cut = possible_cut(rows, heads, keys, 132, plan)
+        if cut is None:
             continue
-        plan = choose_plan(rows, heads, keys, 132)
-        blocks = heads // plan.block_heads
-        assert 0 < rows - apart < 132 // blocks
-        assert apart * blocks % (132 // blocks * blocks) == 0
-        assert time(apart) + time(rows - apart) < time(rows)
+        blocks, tiles = heads // plan.block_heads, -(-keys // 64)
+        assert 0 < cut.whole < rows
+        assert cut.whole * blocks % (132 // blocks * blocks) == 0
+        assert (rows - cut.whole) * blocks * cut.num_splits <= 132
+        assert 2 <= cut.num_splits <= tiles
+        assert -(-tiles // (cut.num_splits - 1)) > -(-tiles // cut.num_splits)
+        assert cut.whole * blocks // 132 < sm90_decode.MOST_PARTS
 
 
 def test_callers_plan_for_usual_lengths(monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 
-import apart_times  # noqa: E402
+import cut_times  # noqa: E402
 import plan_times  # noqa: E402
 from plan_times import Plan, Time  # noqa: E402
 
@@ -207,7 +207,7 @@ def test_report_of_what_the_model_misses(monkeypatch, capsys):
     assert missed[0].startswith(f"({shape}, Plan{tuple(fastest.plan)}),  # {fastest.us:.2f} us, {tuple(chosen)} ")
 
 
-@pytest.mark.parametrize("script", [plan_times, apart_times], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [plan_times, cut_times], ids=lambda script: script.__name__)
 def test_file_without_times(script, tmp_path, monkeypatch, capsys):
     path = tmp_path / "times.csv"
     path.write_text("heads,topk,extra,b,block_heads,splits,warm_us,cold_us\n")

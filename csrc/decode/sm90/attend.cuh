@@ -339,7 +339,8 @@ __device__ __forceinline__ void attend(const DecodeParams& p, const Work& w, int
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = place.row + 8 * r;
-      finish_head(p, w, head, softmax.last.unit[r], total[r] + shared.total[head], load_sink(p, w, head), shared);
+      finish_head(p, w, ends_of(p.o_accum != nullptr), head, softmax.last.unit[r], total[r] + shared.total[head],
+                  load_sink(p, w, head), shared);
     }
   }
   stage_results(o, place, half, ptx::shared_address(shared.keys));

@@ -113,6 +113,7 @@ struct EightHeads {
   }
 
   // Writes the LSEs and leaves in shared memory what the values are to be multiplied by. Returns as copy_tiles().
+  template <bool kPairs>
   __device__ __forceinline__ static bool weigh_tiles(const DecodeParams& p, const Part& part, const Lengths& lengths_at,
                                                      Shared& shared) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -132,7 +133,9 @@ struct EightHeads {
       if (turn.tile + kRawStages < tiles) ptx::bar_arrive(kEmpty + turn.stage, kRawThreads);
     }
     const float total = lanes_sum<kHeadLanes>(softmax.total);
-    if (head_lane == 0) finish_head(p, w, head, softmax.unit, total, load_sink(p, w, head), shared);
+    if (head_lane == 0)
+      finish_head(p, w, kPairs ? Ends::kPairs : ends_of(p.o_accum != nullptr), head, softmax.unit, total,
+                  load_sink(p, w, head), shared);
     return true;
   }
 

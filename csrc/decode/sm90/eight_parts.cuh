@@ -122,6 +122,28 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
     }
   }
 
+  // The partials of a split, likewise: 64 bytes of four heads.
+  __device__ __forceinline__ static void write_partial(const DecodeParams& p, const Part& part,
+                                                       const float (&o)[kPieces][4], const PartEnds<kEightHeads>& ends,
+                                                       int warp, int lane, bool has_codes) {
+    const int g = lane / 4, column = lane % 4 * 2;
+    const bool odd = g % 2 != 0;
+    const int channel = warp * kWarpChannels + (has_codes ? 2 * g : Parts::pair_of(g));
+    const float2 inverses = *reinterpret_cast<const float2*>(ends.inverse + column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float inverse = i == 0 ? inverses.x : inverses.y;
+      const bool empty = inverse == 0.0f;  // whatever the values are
+      float* to = o_of(p, part, column + i) + channel;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        float x = empty ? 0.0f : o[piece][i] * inverse, y = empty ? 0.0f : o[piece][i + 2] * inverse;
+        if (!has_codes) Parts::exchange_pair(x, y, odd);
+        if (column + i < part.heads) *reinterpret_cast<float2*>(to + piece * 16) = make_float2(x, y);
+      }
+    }
+  }
+
   __device__ __forceinline__ static void attend_parts(const RawPartsParams& params, int warp, Shared& shared) {
     ptx::setmaxnreg_inc<kEightAttendRegisters>();
     const DecodeParams& p = params.decode;
@@ -177,8 +199,12 @@ struct EightParts : EightHeads<EightPartsMemory>, RawParts<kEightHeads, EightPar
       added.advance();
       if (!last) continue;
       ptx::mbarrier_wait(ptx::shared_address(&shared.ends_full[written & 1]), written >> 1 & 1);
-      write_part(p, part_of(p, kEightHeads, at), o, shared.ends[written & 1], turn, warp, lane,
-                 value_place.has_codes());
+      const Part part = part_at<true>(p, kEightHeads, at);
+      if (part.whole) {
+        write_part(p, part, o, shared.ends[written & 1], turn, warp, lane, value_place.has_codes());
+      } else {
+        write_partial(p, part, o, shared.ends[written & 1], warp, lane, value_place.has_codes());
+      }
       ++written;
 #pragma unroll
       for (int i = 0; i < kPieces * 4; ++i) o[i / 4][i % 4] = 0.0f;

@@ -163,6 +163,44 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
     }
   };
 
+  // Rows without keys become zeros, whatever the products of their keys are.
+  __device__ __forceinline__ static void clear_empty(Output& o, const Ends& ends) {
+    float least = 1.0f;
+#pragma unroll
+    for (int n = 0; n < kHeads / 8; ++n) least = fminf(least, fminf(ends.inverse[n].x, ends.inverse[n].y));
+    if (!__any_sync(kAllLanes, least == 0.0f)) return;
+#pragma unroll
+    for (int b = 0; b < kValueBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kRegs; ++i) {
+        const float2 inverse = ends.inverse[i / 4];
+        if ((i % 2 == 0 ? inverse.x : inverse.y) == 0.0f) o[b][i] = 0.0f;
+      }
+    }
+  }
+
+  // The partials of a split, straight from the accumulators: 64 bytes of four heads an instruction.
+  __device__ __forceinline__ static void write_partial(const DecodeParams& p, const Part& part, Output& o,
+                                                       const ValuePlace& place, const Ends& ends) {
+    const int thread = ptx::thread_of_block() % kWarpgroupThreads, lane = thread % 32, quarter = thread / 32;
+    const int g = lane / 4, column = lane % 4 * 2;
+    const bool odd = g % 2 != 0;
+    clear_empty(o, ends);
+#pragma unroll
+    for (int b = 0; b < kValueBlocks; ++b) {
+      const bool rope = b == kValueBlocks - 1 && place.has_rope;
+      const int channel = (place.first + b) * kBlockChannels + quarter * 16 + (rope ? Parts::pair_of(g) : 2 * g);
+#pragma unroll
+      for (int i = 0; i < kRegs / 2; ++i) {
+        const int n = i / 2, c = i % 2, head = 8 * n + column + c;
+        const float inverse = c == 0 ? ends.inverse[n].x : ends.inverse[n].y;
+        float x = o[b][4 * n + c] * inverse, y = o[b][4 * n + c + 2] * inverse;
+        if (rope) Parts::exchange_pair(x, y, odd);
+        if (head < part.heads) *reinterpret_cast<float2*>(o_of(p, part, head) + channel) = make_float2(x, y);
+      }
+    }
+  }
+
   // A warpgroup's half of the channels, by blocks of 64: from the accumulators to shared memory, and in lines from
   // there.
   __device__ __forceinline__ static void write_part(const DecodeParams& p, const Part& part, Output& o,
@@ -178,20 +216,7 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
     const int first_head = thread / kChunks, chunk = thread % kChunks;
     auto* to = static_cast<__nv_bfloat16*>(f.out) + part.token * f.stride_out_token +
                (part.first_head + first_head) * f.stride_out_head + place.first * kBlockChannels + chunk * 8;
-    float least = 1.0f;
-#pragma unroll
-    for (int n = 0; n < kHeads / 8; ++n) least = fminf(least, fminf(ends.inverse[n].x, ends.inverse[n].y));
-    // Rows without keys become zeros, whatever the products of their keys are.
-    if (__any_sync(kAllLanes, least == 0.0f)) {
-#pragma unroll
-      for (int b = 0; b < kValueBlocks; ++b) {
-#pragma unroll
-        for (int i = 0; i < kRegs; ++i) {
-          const float2 inverse = ends.inverse[i / 4];
-          if ((i % 2 == 0 ? inverse.x : inverse.y) == 0.0f) o[b][i] = 0.0f;
-        }
-      }
-    }
+    clear_empty(o, ends);
 #pragma unroll
     for (int b = 0; b < kValueBlocks; ++b) {
       const bool rope = b == kValueBlocks - 1 && place.has_rope;
@@ -245,7 +270,12 @@ struct FewParts : FewHeads<kHeads, FewPartsMemory<kHeads>>, RawParts<kHeads, Few
       ptx::mbarrier_wait(ptx::shared_address(&shared.ends_full[parts & 1]), parts >> 1 & 1);
       const Ends ends(shared.ends[parts & 1], shared.tiles[turn.stage].rotation, warp % 4, lane);
       release();
-      write_part(p, part_of(p, kHeads, at), o, place, ends, shared);
+      const Part part = part_at<true>(p, kHeads, at);
+      if (part.whole) {
+        write_part(p, part, o, place, ends, shared);
+      } else {
+        write_partial(p, part, o, place, ends);
+      }
       ++parts;
     }
   }

@@ -63,7 +63,7 @@ __device__ __forceinline__ int gather_key(int thread) {
 __device__ __forceinline__ Guess guess_keys(const DecodeParams& p, const Part& part, int key) {
   const int width = p.source[0].width, extra_width = p.source[1].width;
   const RowBlocks row = row_blocks(width, width, extra_width, extra_width);
-  const BlockRange range = my_tiles(p, row, part.split);
+  const BlockRange range = my_tiles(p, row, part);
   Guess guess;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -1,5 +1,6 @@
-// Blocks that take one part after the other: 64 heads a block, unsplit, more parts than SMs; bf16 outputs
-// without amax, query and outputs that start at multiples of 16 bytes.
+// Blocks that take one part after the other: 64 heads a block; bf16 outputs without amax, query and outputs that start
+// at multiples of 16 bytes. kCut: rows are cut in whole ones and, at most one a block and its last, splits of others,
+// of which they write partials.
 //
 // The gathering warpgroups know no parts: their tiles are those of all parts, one after the other. The attending ones
 // ask for the next part's query when the last scores are done. They leave a part's outputs in the stage of its last
@@ -52,12 +53,13 @@ struct PartsParams {
   // blocks
   CUtensorMap q, out;
   DecodeParams decode;
-  uint32_t num_parts;  // tokens x groups
+  uint32_t num_parts;  // of whole rows, then of splits
 };
 
 // ---- the gathering warpgroups ----
 
 // A tile of all the block's parts.
+template <bool kCut>
 struct Cursor {
   uint32_t at;
   Work w;
@@ -66,7 +68,7 @@ struct Cursor {
   // To the first tile of the next part that has any, and whether there is one.
   __device__ __forceinline__ bool next_part(const PartsParams& params) {
     while ((at += gridDim.x) < params.num_parts) {
-      const Part part = part_of(params.decode, kTileHeads, at);
+      const Part part = part_at<kCut>(params.decode, kTileHeads, at);
       const Lengths lengths = find_lengths(params.decode, part);
       w = my_work(params.decode, part, lengths, load(lengths));
       tile = w.range.begin;
@@ -79,11 +81,12 @@ struct Cursor {
   }
 };
 
+template <bool kCut>
 __device__ __forceinline__ void gather_parts(const PartsParams& params, PartsMemory& shared) {
   const DecodeParams& p = params.decode;
-  Cursor ahead;
+  Cursor<kCut> ahead;
   ahead.at = ptx::ctaid_x();
-  const Part part = part_of(p, kTileHeads, ahead.at);
+  const Part part = part_at<kCut>(p, kTileHeads, ahead.at);
   const Lengths lengths_at = find_lengths(p, part);
   Gathering g(p, shared, static_cast<int>(threadIdx.x));
   const Guess guess = guess_keys(p, part, g.key);
@@ -119,6 +122,14 @@ __device__ __forceinline__ void gather_parts(const PartsParams& params, PartsMem
 
 // ---- outputs ----
 
+// Rows without keys become zeros, whatever the products of their keys are.
+__device__ __forceinline__ void clear_empty(Half& o, const float (&inverse)[2]) {
+  if (!__any_sync(kAllLanes, inverse[0] == 0.0f || inverse[1] == 0.0f)) return;
+#pragma unroll
+  for (int i = 0; i < kQuarterRegs; ++i)
+    if (inverse[i / 2 % 2] == 0.0f) o[0][i] = o[1][i] = 0.0f;
+}
+
 // This warp's heads and its warpgroup's half of the channels, from the accumulators to shared memory at `staged` and
 // from there to the outputs. Warpgroup 0 writes the LSEs. `total`: the other warpgroup's sums.
 __device__ __forceinline__ void write_part(const PartsParams& params, const Part& w, Half& o, const Softmax& softmax,
@@ -143,12 +154,7 @@ __device__ __forceinline__ void write_part(const PartsParams& params, const Part
     lse[r] = empty ? INFINITY : finish::natural_lse(softmax.last.unit[r], sum);
     factor[r] = empty ? 0.0f : epilogue::sink_factor(sinks[head], lse[r]);  // infinity minus infinity is NaN
   }
-  // Rows without keys become zeros, whatever the products of their keys are.
-  if (__any_sync(kAllLanes, inverse[0] == 0.0f || inverse[1] == 0.0f)) {
-#pragma unroll
-    for (int i = 0; i < kQuarterRegs; ++i)
-      if (inverse[i / 2 % 2] == 0.0f) o[0][i] = o[1][i] = 0.0f;
-  }
+  clear_empty(o, inverse);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -184,6 +190,35 @@ __device__ __forceinline__ void write_part(const PartsParams& params, const Part
     if (half == 0 && place.column == 0 && head < w.heads)
       p.lse[w.token * p.stride_lse_token + (w.first_head + head) * p.stride_lse_head] = lse[r];
   }
+}
+
+// The partials of a split, behind which the block has nothing: through the stages of both tiles, where nobody reads any
+// more, 1 KB a head of a warp.
+__device__ __forceinline__ void write_partial(const DecodeParams& p, const Part& w, Half& o, const Softmax& softmax,
+                                              const float* total, int half, uint32_t staged) {
+  const int thread = tile_thread() % kWarpgroupThreads, lane = thread % 32;
+  const Place place = place_of(thread);
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = place.row + 8 * r;
+    const float sum = softmax.total[r] + total[head];
+    const bool empty = sum == 0.0f;
+    inverse[r] = empty ? 0.0f : 1.0f / sum;
+    if (half == 0 && place.column == 0 && head < w.heads)
+      *lse_of(p, w, head) = empty ? kMinusInfinity : softmax.last.unit[r] + log2f(sum);
+  }
+  clear_empty(o, inverse);
+  decay_values(o, make_float2(inverse[0], inverse[1]));
+  stage_results(o, place, half, staged);
+  ptx::fence_proxy_async();
+  __syncwarp();
+  const int head = thread / 32 * kWarpHeads + lane;
+  if (lane < kWarpHeads && head < w.heads)
+    ptx::bulk_store(o_of(p, w, head) + half * kHalfChannels,
+                    staged + (head * kResultPitch + half * kHalfChannels) * sizeof(float),
+                    kHalfChannels * sizeof(float));
+  ptx::bulk_commit();
 }
 
 // ---- the attending warpgroups ----
@@ -240,6 +275,7 @@ __device__ __forceinline__ void ask_for_coming(const DecodeParams& p, const Part
   if (p.query.positions_are_int64) ask(coming.position[1], position + 1);
 }
 
+template <bool kCut>
 __device__ __forceinline__ void attend_parts(const PartsParams& params, int half, PartsMemory& shared) {
   const DecodeParams& p = params.decode;
   const uint32_t q_full = ptx::shared_address(&shared.q_full);
@@ -250,8 +286,8 @@ __device__ __forceinline__ void attend_parts(const PartsParams& params, int half
   // By all threads: the part at `at` is the first one, or the one before has no tiles.
   const auto ask_at_once = [&] {
     if (leads() && half == 0) {
-      ask_for_q(params, part_of(p, kTileHeads, at), shared);
-      ask_for_coming(p, part_of(p, kTileHeads, at), shared.coming);
+      ask_for_coming(p, part_at<kCut>(p, kTileHeads, at), shared.coming);
+      ask_for_q(params, part_at<kCut>(p, kTileHeads, at), shared);
       ptx::cp_async_wait();
     }
     consumers_meet();
@@ -259,11 +295,11 @@ __device__ __forceinline__ void attend_parts(const PartsParams& params, int half
   ask_at_once();
 #pragma unroll 1
   for (uint32_t turn = 0;; ++turn) {
-    const auto next = [&] { return part_of(p, kTileHeads, at + gridDim.x); };
+    const auto next = [&] { return part_at<kCut>(p, kTileHeads, at + gridDim.x); };
     const auto more = [&] { return at + gridDim.x < params.num_parts; };
     int tiles;
     {
-      const Part part = part_of(p, kTileHeads, at);
+      const Part part = part_at<kCut>(p, kTileHeads, at);
       const RowLengths lengths = {static_cast<int>(shared.coming.lengths[0]),
                                   static_cast<int>(shared.coming.lengths[1])};
       const query::Position position = {shared.coming.position[0], shared.coming.position[1]};
@@ -274,7 +310,8 @@ __device__ __forceinline__ void attend_parts(const PartsParams& params, int half
       finish_part_q(p, part, position, shared);
     }
     if (tiles <= 0) {
-      write_empty_part(p.finish, part_of(p, kTileHeads, at), tile_thread() % 32, tile_thread() / 32, kConsumerWarps);
+      const Part part = part_at<kCut>(p, kTileHeads, at);
+      write_empty_part(p, part, !kCut || part.whole, tile_thread() % 32, tile_thread() / 32, kConsumerWarps);
     } else {
       const auto empty_last_stage = [&] {
         if (before == 0) return;
@@ -288,7 +325,7 @@ __device__ __forceinline__ void attend_parts(const PartsParams& params, int half
       if (own > 0) {
         empty_last_stage();
         if (more() && leads()) ask_for_coming(p, next(), shared.coming);
-        load_epilogue(p, part_of(p, kTileHeads, at), shared);
+        load_epilogue(p, part_at<kCut>(p, kTileHeads, at), shared);
       }
       // A round has the other warpgroup's tile, which the one that has the first tile has none of at first, and the
       // next one, its own, which one of them has none of at last. `parity`: of its own stage.
@@ -323,14 +360,19 @@ __device__ __forceinline__ void attend_parts(const PartsParams& params, int half
       ptx::cp_async_wait();
       consumers_meet();
       before += static_cast<uint32_t>(tiles);
-      write_part(params, part_of(p, kTileHeads, at), o, softmax, shared.total[me.there], shared.sinks, shared.rotation,
-                 half, ptx::shared_address(shared.keys[(before - 1) & 1]));
+      const Part part = part_at<kCut>(p, kTileHeads, at);
+      if (!kCut || part.whole) {
+        write_part(params, part, o, softmax, shared.total[me.there], shared.sinks, shared.rotation, half,
+                   ptx::shared_address(shared.keys[(before - 1) & 1]));
+      } else {
+        write_partial(p, part, o, softmax, shared.total[me.there], half, ptx::shared_address(shared.keys));
+      }
     }
     if (!more()) break;
     at += gridDim.x;
     if (tiles <= 0) ask_at_once();
   }
-  ptx::bulk_wait();
+  ptx::bulk_wait_read();
 }
 
 }  // namespace sgl_dsv4::sm90

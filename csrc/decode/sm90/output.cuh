@@ -31,22 +31,32 @@ __device__ __forceinline__ float* o_of(const DecodeParams& p, const Part& w, int
 
 // ---- what is one number a head ----
 
-// The head's sink in the natural log, -inf if there is none.
+// The head's sink in the natural log, -inf if there is none. (For partials none is given.)
 __device__ __forceinline__ float load_sink(const DecodeParams& p, const Part& w, int head) {
-  const bool wanted = p.o_accum == nullptr && p.finish.attn_sink != nullptr && head < w.heads;
+  const bool wanted = p.finish.attn_sink != nullptr && head < w.heads;
   return ptx::ld_global_if(wanted, p.finish.attn_sink + w.first_head + head, kMinusInfinity);
+}
+
+// What becomes of a head's results.
+enum class Ends { kOutputs, kPartials, kPairs };
+
+__device__ __forceinline__ Ends ends_of(bool partial) {
+  return partial ? Ends::kPartials : Ends::kOutputs;
 }
 
 // Writes the LSE of a head whose weights sum up to `total` in units of 2^unit, and leaves in shared memory what its
 // values are to be multiplied by: the inverse of the sum, 0 for an empty head (a sum is at most 2^17 times the number
-// of keys: no other inverse is 0), and with one split the sink's factor.
+// of keys: no other inverse is 0), and of outputs the sink's factor; of a pair's split, in its
+// place, the LSE in log2.
 template <typename Shared>
-__device__ __forceinline__ void finish_head(const DecodeParams& p, const Part& w, int head, float unit, float total,
-                                            float sink, Shared& shared) {
+__device__ __forceinline__ void finish_head(const DecodeParams& p, const Part& w, Ends ends, int head, float unit,
+                                            float total, float sink, Shared& shared) {
   const bool empty = total == 0.0f;
   shared.inverse[head] = empty ? 0.0f : 1.0f / total;
   if (head >= w.heads) return;
-  if (p.o_accum != nullptr) {
+  if (ends == Ends::kPairs) {
+    shared.factor[head] = empty ? kMinusInfinity : unit + log2f(total);
+  } else if (ends == Ends::kPartials) {
     *lse_of(p, w, head) = empty ? kMinusInfinity : unit + log2f(total);
   } else {
     const float lse = empty ? INFINITY : finish::natural_lse(unit, total);
@@ -127,7 +137,15 @@ __device__ __forceinline__ void write_outputs(const CombineParams& p, const Part
   }
 }
 
-// A block without keys: the LSE, and zeros where they are asked for.
+// A split without keys: the LSE, and zeros where they are asked for.
+__device__ __forceinline__ void write_empty_partial(const DecodeParams& p, const Part& w, int head, int lane) {
+  if (lane == 0) *lse_of(p, w, head) = kMinusInfinity;
+  if (!p.fill_empty) return;
+  for (int i = lane; i < kHeadDim / 4; i += 32)
+    reinterpret_cast<float4*>(o_of(p, w, head))[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
+// A block without keys.
 __device__ __forceinline__ void write_empty(const DecodeParams& p, const Part& w, int warp, int warps) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int head = warp; head < w.heads; head += warps) {
@@ -140,21 +158,24 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, const Part& w
       f.lse[w.token * f.stride_lse_token + (w.first_head + head) * f.stride_lse_head] = INFINITY;
       if (f.amax != nullptr) f.amax[w.token * f.stride_amax_token + (w.first_head + head) * f.stride_amax_head] = 0.0f;
     } else {
-      if (lane == 0) *lse_of(p, w, head) = kMinusInfinity;
-      if (!p.fill_empty) continue;
-      for (int i = lane; i < kHeadDim / 4; i += 32)
-        reinterpret_cast<float4*>(o_of(p, w, head))[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      write_empty_partial(p, w, head, lane);
     }
   }
 }
 
-// One split, bf16 outputs without amax: LSEs and zeros.
-__device__ __forceinline__ void write_empty_part(const CombineParams& p, const Part& w, int lane, int warp, int warps) {
+// A part without keys, of several of a block; bf16 outputs without amax.
+__device__ __forceinline__ void write_empty_part(const DecodeParams& p, const Part& w, bool whole, int lane, int warp,
+                                                 int warps) {
+  const CombineParams& f = p.finish;
 #pragma unroll 1
   for (int head = warp; head < w.heads; head += warps) {
+    if (!whole) {
+      write_empty_partial(p, w, head, lane);
+      continue;
+    }
     const finish::Values<finish::kGroups> zeros = {};
-    finish::store_bf16<finish::kGroups>(zeros, {w.token, w.first_head + head, 0, lane, lane * finish::kVec}, p);
-    if (lane == 0) p.lse[w.token * p.stride_lse_token + (w.first_head + head) * p.stride_lse_head] = INFINITY;
+    finish::store_bf16<finish::kGroups>(zeros, {w.token, w.first_head + head, 0, lane, lane * finish::kVec}, f);
+    if (lane == 0) f.lse[w.token * f.stride_lse_token + (w.first_head + head) * f.stride_lse_head] = INFINITY;
   }
 }
 

@@ -1,5 +1,6 @@
-// What the kernels of 8, 16 and 32 heads share whose blocks take one part after the other: unsplit, more parts than
-// SMs; bf16 outputs without amax, query and outputs that start at multiples of 16 bytes. The copying warps.
+// What the kernels of 8, 16 and 32 heads share whose blocks take one part after the other: more parts than SMs; bf16
+// outputs without amax, of some rows partials; query and outputs that start at multiples of 16 bytes. The copying
+// warps.
 //
 // A stage has a tile or, before the first tile of a part, its query as it lies in memory. Its label says how many tiles
 // follow, so a tile costs what it costs in a block of one part.
@@ -20,7 +21,7 @@ namespace sgl_dsv4::sm90 {
 
 struct RawPartsParams {
   DecodeParams decode;
-  uint32_t num_parts;  // tokens x groups
+  uint32_t num_parts;  // of whole rows, then of splits
 };
 
 template <int kHeads, typename Shared>
@@ -55,8 +56,9 @@ struct RawParts {
   __device__ __forceinline__ static void finish_part(const DecodeParams& p, uint32_t at, uint32_t part,
                                                      const Turn& turn, int head, int head_lane, float unit, float total,
                                                      Shared& shared) {
+    const Part w = part_at<true>(p, kHeads, at);
     if (head_lane == 0)
-      finish_head(p, part_of(p, kHeads, at), head, unit, total, shared.tiles[turn.stage].sinks[head],
+      finish_head(p, w, ends_of(!w.whole), head, unit, total, shared.tiles[turn.stage].sinks[head],
                   shared.ends[part & 1]);
     ptx::mbarrier_arrive(ptx::shared_address(&shared.ends_full[part & 1]));
   }
@@ -137,7 +139,7 @@ struct RawParts {
     };
 #pragma unroll 1
     for (uint32_t at = ptx::ctaid_x(); at < params.num_parts; at += gridDim.x) {
-      const Part part = part_of(p, kHeads, at);
+      const Part part = part_at<true>(p, kHeads, at);
       const Lengths lengths = find_lengths(p, part);
       const Work w = my_work(p, part, lengths, load(lengths));
       if (w.range.empty()) continue;  // others write its zeros
@@ -172,10 +174,10 @@ struct RawParts {
   __device__ __forceinline__ static void write_empty_parts(const RawPartsParams& params, int warp, int warps) {
 #pragma unroll 1
     for (uint32_t at = ptx::ctaid_x(); at < params.num_parts; at += gridDim.x) {
-      const Part part = part_of(params.decode, kHeads, at);
+      const Part part = part_at<true>(params.decode, kHeads, at);
       const Lengths lengths = find_lengths(params.decode, part);
       if (my_work(params.decode, part, lengths, load(lengths)).range.empty())
-        write_empty_part(params.decode.finish, part, ptx::thread_of_block() % 32, warp, warps);
+        write_empty_part(params.decode, part, part.whole, ptx::thread_of_block() % 32, warp, warps);
     }
   }
 };

@@ -1,7 +1,8 @@
 // The Hopper decode kernels, warp-specialised: a block has one row, one split and 64, 32, 16 or 8 heads. With 8
 // (eight_heads.cuh), 16 and 32 (few_heads.cuh) a tile's rows stay in shared memory as the cache has them
 // (raw_tiles.cuh); roles and barriers are in the head comments of these files. There are kernels too whose blocks take
-// one row after the other (eight_parts.cuh, few_parts.cuh, many_parts.cuh). With 64 heads (gather.cuh, attend.cuh):
+// one row after the other (eight_parts.cuh, few_parts.cuh, many_parts.cuh), and with fewer than 64 heads some of which
+// two merge the splits of a row (pairs.cuh). With 64 heads (gather.cuh, attend.cuh):
 //
 //   index lists -> cp.async ring -> 2 gathering warpgroups -> keys[2], bf16 tiles of 64 keys
 //   keys -> 2 attending warpgroups, a tile in turn: scores, softmax -> weights -> both: O = O decay + P V
@@ -51,6 +52,8 @@
 // What keeps the parts from hiding each other: two tiles are little slack. A tile is filled (2100 cycles), scored
 // (1500, shared memory is contended), weighed (1100) and added by both warpgroups (1000 each, one later than the other)
 // before it can be filled again.
+#include <algorithm>
+
 #include "common/launch.h"
 #include "common/ptx.cuh"
 #include "common/tensor_map.h"
@@ -62,6 +65,7 @@
 #include "decode/sm90/gather.cuh"
 #include "decode/sm90/many_parts.cuh"
 #include "decode/sm90/output.cuh"
+#include "decode/sm90/pairs.cuh"
 #include "decode/sm90/raw_tiles.cuh"
 #include "decode/sm90/sparse_decode.h"
 
@@ -157,6 +161,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) sparse_decode_kernel(const __
 }
 
 // A block takes one part after the other.
+template <bool kCut>
 __global__ void __launch_bounds__(kTileThreads, 1) many_parts_kernel(const __grid_constant__ PartsParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   PartsMemory& shared = *reinterpret_cast<PartsMemory*>(shared_bytes);
@@ -170,11 +175,11 @@ __global__ void __launch_bounds__(kTileThreads, 1) many_parts_kernel(const __gri
   __syncthreads();
   if (gathers(warpgroup)) {
     ptx::setmaxnreg_dec<kGatherRegisters>();
-    gather_parts(p, shared);
+    gather_parts<kCut>(p, shared);
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     ptx::griddepcontrol_wait();
-    attend_parts(p, warpgroup, shared);
+    attend_parts<kCut>(p, warpgroup, shared);
   }
 }
 
@@ -183,7 +188,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) many_parts_kernel(const __gri
 // Kernel: its roles. Other roles than the attending one end where they are: what comes behind a branch has one limit of
 // registers. They give registers back before they wait for the kernel before, since with 8 and 32 heads attending
 // warps take some before they do: with 8 heads this is 0.4 us, warm, of 5.1 at 1 row.
-template <typename Kernel>
+template <typename Kernel, bool kPairs>
 __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_bytes);
@@ -193,7 +198,7 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
     ptx::mbarrier_init_fence();
   }
   const int warp = my_warp();
-  const Part part = my_part(p, Kernel::kBlockHeads);
+  const Part part = kPairs ? my_part_of_pair(p, Kernel::kBlockHeads) : my_part(p, Kernel::kBlockHeads);
   Lengths lengths = find_lengths(p, part);
   Guess guess;
   if (copies(warp)) guess = guess_keys(p, part, copy_key());
@@ -203,7 +208,7 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
   if (weighs(warp)) {
     ptx::setmaxnreg_dec<Kernel::kWeighRegisters>();
     ptx::griddepcontrol_wait();
-    if (Kernel::weigh_tiles(p, part, lengths, shared)) ptx::bar_sync(0, kRawThreads);
+    if (Kernel::template weigh_tiles<kPairs>(p, part, lengths, shared)) ptx::bar_sync(0, kRawThreads);
     return;
   }
   if (copies(warp)) {
@@ -213,6 +218,15 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
     return;
   }
   const Done done = Kernel::attend_tiles(p, part, lengths, shared);
+  if constexpr (kPairs) {
+    if (done == Done::kEmpty) {
+      leave_empty_split<Kernel::kBlockHeads>(p.finish, part, shared);
+    } else {
+      ptx::bar_sync(0, kRawThreads);
+    }
+    write_pair<Kernel::kBlockHeads>(p, part, shared, warp);
+    return;
+  }
   if (done == Done::kWritten) return;
   if (done == Done::kEmpty) {
     if constexpr (Kernel::kEmptyApart) {
@@ -259,20 +273,24 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_parts_kernel(const __grid_
 
 struct Variant {
   int block_heads;
+  bool pairs;
   int threads;
   void (*kernel)(DecodeParams);
   size_t shared_bytes;
 };
 
-template <typename Kernel>
-constexpr Variant raw_tiles_variant = {Kernel::kBlockHeads, kRawThreads, raw_tiles_kernel<Kernel>,
+template <typename Kernel, bool kPairs>
+constexpr Variant raw_tiles_variant = {Kernel::kBlockHeads, kPairs, kRawThreads, raw_tiles_kernel<Kernel, kPairs>,
                                        sizeof(typename Kernel::Shared)};
 
 constexpr Variant kVariants[] = {
-    raw_tiles_variant<EightHeads<>>,
-    raw_tiles_variant<FewHeads<16>>,
-    raw_tiles_variant<FewHeads<32>>,
-    {kTileHeads, kTileThreads, sparse_decode_kernel, sizeof(SharedMemory)},
+    raw_tiles_variant<EightHeads<>, false>,
+    raw_tiles_variant<EightHeads<>, true>,
+    raw_tiles_variant<FewHeads<16>, false>,
+    raw_tiles_variant<FewHeads<16>, true>,
+    raw_tiles_variant<FewHeads<32>, false>,
+    raw_tiles_variant<FewHeads<32>, true>,
+    {kTileHeads, false, kTileThreads, sparse_decode_kernel, sizeof(SharedMemory)},
 };
 
 // Raises the kernels' shared-memory limits, which also loads them. A graph capture allows it.
@@ -287,7 +305,8 @@ cudaError_t raise_shared_memory_limits() {
     if (err == cudaSuccess) err = raise(raw_parts_kernel<EightParts>, sizeof(EightPartsMemory));
     if (err == cudaSuccess) err = raise(raw_parts_kernel<FewParts<16>>, sizeof(FewPartsMemory<16>));
     if (err == cudaSuccess) err = raise(raw_parts_kernel<FewParts<32>>, sizeof(FewPartsMemory<32>));
-    if (err == cudaSuccess) err = raise(many_parts_kernel, sizeof(PartsMemory));
+    if (err == cudaSuccess) err = raise(many_parts_kernel<false>, sizeof(PartsMemory));
+    if (err == cudaSuccess) err = raise(many_parts_kernel<true>, sizeof(PartsMemory));
     return err;
   });
 }
@@ -307,13 +326,16 @@ bool suits_parts(const DecodeParams& p) {
       p.q_is_aligned &&
       ((reinterpret_cast<uint64_t>(f.out) | static_cast<uint64_t>(f.stride_out_token | f.stride_out_head) * 2) & 15) ==
           0;
-  return p.o_accum == nullptr && f.output == OutputKind::kBf16 && f.amax == nullptr && aligned;
+  return p.num_whole > 0 && f.output == OutputKind::kBf16 && f.amax == nullptr && aligned;
 }
 
 // 64 heads, if the driver has tensor maps. `taken`: it was launched.
 cudaError_t launch_many_parts(const DecodeParams& p, uint32_t parts, uint32_t blocks, bool pdl, cudaStream_t stream,
                               bool* taken) {
   const CombineParams& f = p.finish;
+  const bool cut = p.num_whole < p.num_tokens;
+  const int64_t splits = static_cast<int64_t>(p.groups.divisor) * p.num_splits * (p.num_tokens - p.num_whole);
+  if (cut && splits > blocks) return cudaSuccess;
   PartsParams params;
   params.decode = p;
   params.num_parts = parts;
@@ -329,17 +351,24 @@ cudaError_t launch_many_parts(const DecodeParams& p, uint32_t parts, uint32_t bl
                       {kBlockChannels, kWarpHeads, kHalfBlocks, 1}) != cudaSuccess)
     return cudaSuccess;
   *taken = true;
-  return launch_kernel(many_parts_kernel, dim3(blocks), dim3(kTileThreads), sizeof(PartsMemory), pdl, stream, params);
+  return launch_kernel(cut ? many_parts_kernel<true> : many_parts_kernel<false>, dim3(blocks), dim3(kTileThreads),
+                       sizeof(PartsMemory), pdl, stream, params);
 }
 
-// By as many blocks as there are SMs, if there are more parts than that, and of what such blocks take.
-cudaError_t launch_parts(const DecodeParams& p, int64_t parts, bool pdl, cudaStream_t stream, bool* taken) {
-  if (!suits_parts(p)) return cudaSuccess;
+// By at most as many blocks as there are SMs, of what such blocks take: 64 heads unless a block would have two splits,
+// fewer heads if there are more parts than SMs.
+cudaError_t launch_parts(const DecodeParams& params, int64_t parts, bool pdl, cudaStream_t stream, bool* taken) {
+  if (!suits_parts(params)) return cudaSuccess;
   DeviceFacts facts;
   if (cudaError_t err = device_facts(&facts); err != cudaSuccess) return err;
-  if (parts <= facts.sm_count || parts > static_cast<int64_t>(kMostTurns) * facts.sm_count) return cudaSuccess;
-  const uint32_t count = static_cast<uint32_t>(parts), blocks = static_cast<uint32_t>(facts.sm_count);
+  if (parts > static_cast<int64_t>(kMostTurns) * facts.sm_count) return cudaSuccess;
+  DecodeParams p = params;
+  p.o_accum -= p.num_whole * p.stride_o_token;  // to where a row before the first split one would have its partials
+  p.lse_accum -= p.num_whole * p.stride_lse_token;
+  const uint32_t count = static_cast<uint32_t>(parts);
+  const uint32_t blocks = std::min(count, static_cast<uint32_t>(facts.sm_count));
   if (p.block_heads == kTileHeads) return launch_many_parts(p, count, blocks, pdl, stream, taken);
+  if (parts <= facts.sm_count) return cudaSuccess;
   *taken = true;
   const auto launch = [&](auto roles) {
     using Kernel = decltype(roles);
@@ -350,22 +379,66 @@ cudaError_t launch_parts(const DecodeParams& p, int64_t parts, bool pdl, cudaStr
   return p.block_heads == 16 ? launch(FewParts<16>()) : launch(FewParts<32>());
 }
 
+// ---- whole rows and split ones ----
+
+const void* positions_of(const void* positions, bool are_int64, int64_t elements) {
+  return static_cast<const uint8_t*>(positions) + elements * (are_int64 ? 8 : 4);
+}
+
+// The whole rows alone.
+DecodeParams whole_rows(DecodeParams p) {
+  p.num_tokens = p.num_whole;
+  p.num_splits = 1;
+  p.o_accum = p.lse_accum = nullptr;
+  return p;
+}
+
+// The split rows alone.
+DecodeParams split_rows(DecodeParams p) {
+  const int64_t first = p.num_whole;
+  p.num_tokens -= p.num_whole;
+  p.num_whole = 0;
+  p.finish = {};
+  p.q = static_cast<const __nv_bfloat16*>(p.q) + first * p.stride_q_token;
+  for (Source& source : p.source) {
+    source.indices += first * source.stride_indices;
+    if (source.length != nullptr) source.length += first * source.stride_length;
+  }
+  QueryPrologue& query = p.query;
+  if (query.positions != nullptr)
+    query.positions = positions_of(query.positions, query.positions_are_int64, first * query.stride_positions_token);
+  return p;
+}
+
 }  // namespace
 
 cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStream_t stream) {
   DecodeParams p = params;
   if (p.num_tokens == 0) return cudaSuccess;
-  if (p.num_heads < 1 || p.num_splits < 1 || (p.o_accum == nullptr && p.num_splits != 1)) return cudaErrorInvalidValue;
+  const bool any_split = p.num_whole < p.num_tokens, mixed = any_split && p.num_whole > 0;
+  const bool pairs = !any_split && p.num_splits == kPair;
+  if (p.num_heads < 1 || p.num_splits < 1 || p.num_whole < 0 || p.num_whole > p.num_tokens ||
+      any_split != (p.o_accum != nullptr) || (!any_split && p.num_splits > kPair) ||
+      (mixed && p.finish.output != OutputKind::kBf16) || ((mixed || pairs) && p.finish.amax != nullptr))
+    return cudaErrorInvalidValue;
   if (cudaError_t err = raise_shared_memory_limits(); err != cudaSuccess) return err;
   for (const Variant& v : kVariants) {
-    if (v.block_heads != p.block_heads) continue;
+    if (v.block_heads != p.block_heads || v.pairs != pairs) continue;
     const int64_t groups = (p.num_heads + v.block_heads - 1) / v.block_heads;
-    const int64_t blocks = groups * p.num_splits * p.num_tokens;
+    const int64_t num_split = p.num_tokens - p.num_whole;
+    const int64_t blocks = groups * (p.num_whole * (pairs ? kPair : 1) + num_split * p.num_splits);
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     p.groups = make_divisor(static_cast<int32_t>(groups));
     p.splits = make_divisor(p.num_splits);
+    if (pairs)
+      return launch_kernel(v.kernel, dim3(static_cast<uint32_t>(blocks)), dim3(v.threads), v.shared_bytes, pdl, stream,
+                           p, kPair);
     bool taken = false;
     if (cudaError_t err = launch_parts(p, blocks, pdl, stream, &taken); taken || err != cudaSuccess) return err;
+    if (mixed) {
+      if (cudaError_t err = launch_sparse_decode(whole_rows(params), pdl, stream); err != cudaSuccess) return err;
+      return launch_sparse_decode(split_rows(params), pdl, stream);
+    }
     return launch_kernel(v.kernel, dim3(static_cast<uint32_t>(blocks)), dim3(v.threads), v.shared_bytes, pdl, stream,
                          p);
   }

@@ -28,23 +28,28 @@ struct DecodeParams {
   const void* q;        // [T, h, 512] bf16, last stride 1
   QueryPrologue query;  // what is done to q first
   Source source[2];     // main, extra; without an extra cache its width is 0
-  float* o_accum;    // [S, T, h, 512], last stride 1, the others multiples of 4, 16-byte aligned; nullptr: see finish
-  float* lse_accum;  // [S, T, h]
+  // Of the rows from num_whole on, T' of them: [S, T', h, 512], last stride 1, the others multiples of 4, 16-byte
+  // aligned, and [S, T', h]. nullptr if there are none.
+  float* o_accum;
+  float* lse_accum;
   float scale_log2;  // softmax_scale * log2(e)
-  int32_t num_tokens, num_heads, num_splits;
-  int32_t block_heads;     // heads a block: 8, 16, 32 or 64
+  int32_t num_tokens, num_heads;
+  int32_t num_whole;    // of the first so many rows the outputs are written, of the others the partials of every split
+  int32_t num_splits;   // of these; if there are none 1, or with fewer than 64 heads a block 2: merged on chip
+  int32_t block_heads;  // heads a block: 8, 16, 32 or 64
   Divisor groups, splits;  // blocks that share a row's heads, num_splits: set by the launch
   bool q_is_aligned;       // rows of q start at multiples of 16 bytes
   bool fill_empty;         // write O = 0 for an empty split
   int64_t stride_q_token, stride_q_head;
   int64_t stride_o_split, stride_o_token, stride_o_head;
   int64_t stride_lse_split, stride_lse_token, stride_lse_head;
-  CombineParams finish;  // with one split and no o_accum: the outputs and the epilogue's inputs; the rest is not used
+  CombineParams finish;  // of whole rows: outputs and the epilogue's inputs; the rest is not used
 };
 
-// Partials of every split, or with one split the outputs. One launch on `stream`, none when T is 0. With `pdl` it may
-// start while the previous kernel of the stream still runs; it reads nothing before that one has finished. Reruns are
-// bit-identical.
+// Outputs of the first rows, partials of the others (with both: bf16 outputs without amax). One launch on `stream`,
+// none when T is 0; with both kinds of rows two where q or the outputs do not start at multiples of 16 bytes, or there
+// are more than six parts an SM. With `pdl` it may start while the previous kernel of the stream still runs; it reads
+// nothing before that one has finished. Reruns are bit-identical.
 cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStream_t stream);
 
 }  // namespace sgl_dsv4::sm90

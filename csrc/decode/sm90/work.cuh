@@ -44,6 +44,7 @@ enum RawBarrier : int {
 struct Part {
   int64_t token;
   int split;
+  bool whole;  // all of the row's keys, its outputs are written; of rows that are cut alone
   int first_head;
   int heads;  // at least 1
 };
@@ -62,6 +63,25 @@ __device__ __forceinline__ Part part_of(const DecodeParams& p, int block_heads, 
   Part part;
   part.token = token;
   part.split = static_cast<int>(rest - token * static_cast<uint32_t>(p.splits.divisor));
+  part.whole = false;
+  part.first_head = static_cast<int>(group) * block_heads;
+  part.heads = min(block_heads, p.num_heads - part.first_head);
+  return part;
+}
+
+// Of a launch whose blocks take several parts. kCut: whole rows come first, then the splits of the others.
+template <bool kCut>
+__device__ __forceinline__ Part part_at(const DecodeParams& p, int block_heads, uint32_t at) {
+  if constexpr (!kCut) return part_of(p, block_heads, at);
+  const uint32_t num_whole = static_cast<uint32_t>(p.num_whole);
+  const uint32_t row_or_split = divide(at, p.groups);
+  const uint32_t group = at - row_or_split * static_cast<uint32_t>(p.groups.divisor);
+  Part part;
+  part.whole = row_or_split < num_whole;
+  const uint32_t split = part.whole ? 0 : row_or_split - num_whole;
+  const uint32_t row = divide(split, p.splits);
+  part.token = part.whole ? row_or_split : num_whole + row;
+  part.split = static_cast<int>(split - row * static_cast<uint32_t>(p.splits.divisor));
   part.first_head = static_cast<int>(group) * block_heads;
   part.heads = min(block_heads, p.num_heads - part.first_head);
   return part;
@@ -71,9 +91,10 @@ __device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) 
   return part_of(p, block_heads, ptx::ctaid_x());  // 64 heads ask again at the end: only one role keeps its results
 }
 
-__device__ __forceinline__ BlockRange my_tiles(const DecodeParams& p, const RowBlocks& row, int split) {
+__device__ __forceinline__ BlockRange my_tiles(const DecodeParams& p, const RowBlocks& row, const Part& part) {
+  if (part.whole) return {0, row.blocks};
   const int each = static_cast<int>(divide(static_cast<uint32_t>(row.blocks), p.splits));
-  return split_range(row.blocks, split, p.num_splits, each);
+  return split_range(row.blocks, part.split, p.num_splits, each);
 }
 
 // ---- the first loads ----
@@ -116,7 +137,7 @@ __device__ __forceinline__ Work my_work(const DecodeParams& p, const Part& part,
   const int width = p.source[0].width, extra_width = p.source[1].width;
   w.row = row_blocks(at.at[0] != nullptr ? lengths.main : width, width,
                      at.at[1] != nullptr ? lengths.extra : extra_width, extra_width);
-  w.range = my_tiles(p, w.row, w.split);
+  w.range = my_tiles(p, w.row, part);
   return w;
 }
 

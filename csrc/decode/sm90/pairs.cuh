@@ -1,0 +1,122 @@
+// Two splits of a row merged on chip: 8, 16 or 32 heads a block, a cluster of two blocks a row. The attending warps of
+// a block merge half of the heads and write their outputs; the other block's results they read from its shared memory.
+// Bits are those of partials and the combine kernel.
+//
+// Cluster barriers: the results of both blocks are in shared memory; nobody reads them any more. Warps of the other
+// roles have ended by then, or do not wait any more.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/ptx.cuh"
+#include "decode/epilogue.cuh"
+#include "decode/finish.cuh"
+#include "decode/sm90/output.cuh"
+#include "decode/sm90/raw_tiles.cuh"
+#include "decode/sm90/work.cuh"
+
+namespace sgl_dsv4::sm90 {
+
+inline constexpr int kPair = 2;
+
+// The splits of a row and its heads are neighbours.
+__device__ __forceinline__ Part my_part_of_pair(const DecodeParams& p, int block_heads) {
+  const uint32_t block = ptx::ctaid_x(), pair = block / kPair, groups = static_cast<uint32_t>(p.groups.divisor);
+  const uint32_t token = divide(pair, p.groups);
+  return part_of(p, block_heads, (token * kPair + block % kPair) * groups + (pair - token * groups));
+}
+
+// A split without keys, by the attending warps: what the merge reads of it.
+template <int kHeads, typename Shared>
+__device__ __forceinline__ void leave_empty_split(const CombineParams& p, const Part& w, Shared& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < kHeads) shared.factor[thread] = kMinusInfinity;
+  load_rotation(p, w, thread, shared.rotation);
+  ptx::bar_sync(kConsumersMeet, kAttendThreads);
+}
+
+// A lane's channels of a head in one split, and their split's LSE in log2.
+template <int kCount>
+struct SplitValues {
+  float4 value[kCount];
+  float lse, inverse;
+};
+
+// By the attending warps: some groups of channels of a head each.
+template <int kHeads, typename Shared>
+__device__ __forceinline__ void write_pair(const DecodeParams& params, const Part& w, const Shared& shared, int warp) {
+  constexpr int kOwnHeads = kHeads / kPair, kHeadWarps = kAttendWarps / kOwnHeads;
+  constexpr int kCount = finish::kGroups / kHeadWarps;
+  static_assert(kOwnHeads * kHeadWarps == kAttendWarps && kCount * kHeadWarps == finish::kGroups);
+  const CombineParams& p = params.finish;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int head = w.split * kOwnHeads + warp / kHeadWarps, first_group = warp % kHeadWarps * kCount;
+  const int there = 1 - w.split;
+  const float4* results = reinterpret_cast<const float4*>(shared.results[head]) + 32 * first_group + lane;
+  const auto address_there = [&](const void* here) { return ptx::cluster_address(ptx::shared_address(here), there); };
+  const float sink = load_sink(params, w, head);
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+
+  SplitValues<kCount> other, own;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) other.value[i] = ptx::ld_cluster_v4(address_there(results + 32 * i));
+  other.lse = ptx::ld_cluster(address_there(&shared.factor[head]));
+  other.inverse = ptx::ld_cluster(address_there(&shared.inverse[head]));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) own.value[i] = results[32 * i];
+  own.lse = shared.factor[head];
+  own.inverse = shared.inverse[head];
+  ptx::cluster_arrive();
+
+  // As combine.cu does it, in the order of the splits.
+  const SplitValues<kCount>& first = w.split == 0 ? own : other;
+  const SplitValues<kCount>& second = w.split == 0 ? other : own;
+  const bool empty = first.lse == kMinusInfinity && second.lse == kMinusInfinity;
+  const float most = fmaxf(first.lse, second.lse);
+  finish::Values<kCount> merged = {};
+  float lse = INFINITY;
+  if (!empty) {
+    const float first_weight = ptx::ex2(first.lse - most), second_weight = ptx::ex2(second.lse - most);
+    const float sum = first_weight + second_weight, inverse = 1.0f / sum;
+    lse = finish::natural_lse(most, sum);
+    const auto add = [&](const SplitValues<kCount>& split, float weight) {
+      if (split.lse == kMinusInfinity) return;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float4& v = split.value[i];
+        merged[i][0] = fmaf(weight, v.x * split.inverse, merged[i][0]);
+        merged[i][1] = fmaf(weight, v.y * split.inverse, merged[i][1]);
+        merged[i][2] = fmaf(weight, v.z * split.inverse, merged[i][2]);
+        merged[i][3] = fmaf(weight, v.w * split.inverse, merged[i][3]);
+      }
+    };
+    add(first, first_weight * inverse);
+    add(second, second_weight * inverse);
+    const float factor = epilogue::sink_factor(sink, lse);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int group = first_group + i;
+      const finish::Place place = {w.token, w.first_head + head, group, lane,
+                                   group * finish::kGroupChannels + lane * finish::kVec};
+      finish::Rotation turn = {};
+      if (finish::rotates(place, p)) {
+        const float4 f = *reinterpret_cast<const float4*>(shared.rotation + place.channel - kNopeDim);
+        turn = {{make_float2(f.x, f.y), make_float2(f.z, f.w)}};
+      }
+      finish::apply_sink_and_rope(merged[i], factor, turn, place, p);
+    }
+  }
+  if (head < w.heads) {
+    finish::store_output<kCount>(
+        merged,
+        {w.token, w.first_head + head, first_group, lane, first_group * finish::kGroupChannels + lane * finish::kVec},
+        p);
+    if (first_group == 0 && lane == 0)
+      p.lse[w.token * p.stride_lse_token + (w.first_head + head) * p.stride_lse_head] = lse;
+  }
+  ptx::cluster_wait();
+}
+
+}  // namespace sgl_dsv4::sm90
