@@ -36,13 +36,6 @@ __device__ __forceinline__ void leave_empty_split(const CombineParams& p, const 
   ptx::bar_sync(kConsumersMeet, kAttendThreads);
 }
 
-// A lane's channels of a head in one split, and their split's LSE in log2.
-template <int kCount>
-struct SplitValues {
-  float4 value[kCount];
-  float lse, inverse;
-};
-
 // By the attending warps: some groups of channels of a head each.
 template <int kHeads, typename Shared>
 __device__ __forceinline__ void write_pair(const DecodeParams& params, const Part& w, const Shared& shared, int warp) {
@@ -59,41 +52,41 @@ __device__ __forceinline__ void write_pair(const DecodeParams& params, const Par
   ptx::cluster_arrive();
   ptx::cluster_wait();
 
-  SplitValues<kCount> other, own;
+  float4 theirs[kCount], mine[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) other.value[i] = ptx::ld_cluster_v4(address_there(results + 32 * i));
-  other.lse = ptx::ld_cluster(address_there(&shared.factor[head]));
-  other.inverse = ptx::ld_cluster(address_there(&shared.inverse[head]));
+  for (int i = 0; i < kCount; ++i) theirs[i] = ptx::ld_cluster_v4(address_there(results + 32 * i));
+  const float their_lse = ptx::ld_cluster(address_there(&shared.factor[head]));
+  const float their_inverse = ptx::ld_cluster(address_there(&shared.inverse[head]));
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) own.value[i] = results[32 * i];
-  own.lse = shared.factor[head];
-  own.inverse = shared.inverse[head];
+  for (int i = 0; i < kCount; ++i) mine[i] = results[32 * i];
+  const float my_lse = shared.factor[head], my_inverse = shared.inverse[head];
   ptx::cluster_arrive();
 
-  // As combine.cu does it, in the order of the splits.
-  const SplitValues<kCount>& first = w.split == 0 ? own : other;
-  const SplitValues<kCount>& second = w.split == 0 ? other : own;
-  const bool empty = first.lse == kMinusInfinity && second.lse == kMinusInfinity;
-  const float most = fmaxf(first.lse, second.lse);
+  // As combine.cu does it.
+  const float most = fmaxf(my_lse, their_lse);
   finish::Values<kCount> merged = {};
   float lse = INFINITY;
-  if (!empty) {
-    const float first_weight = ptx::ex2(first.lse - most), second_weight = ptx::ex2(second.lse - most);
-    const float sum = first_weight + second_weight, inverse = 1.0f / sum;
+  if (my_lse != kMinusInfinity || their_lse != kMinusInfinity) {
+    const float my_weight = ptx::ex2(my_lse - most), their_weight = ptx::ex2(their_lse - most);
+    const float sum = my_weight + their_weight, inverse = 1.0f / sum;
     lse = finish::natural_lse(most, sum);
-    const auto add = [&](const SplitValues<kCount>& split, float weight) {
-      if (split.lse == kMinusInfinity) return;
+#pragma unroll
+    for (int split = 0; split < kPair; ++split) {
+      const bool is_mine = split == w.split;
+      const float weight = (is_mine ? my_weight : their_weight) * inverse;
+      const float split_inverse = is_mine ? my_inverse : their_inverse;
+      const bool any = (is_mine ? my_lse : their_lse) != kMinusInfinity;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const float4& v = split.value[i];
-        merged[i][0] = fmaf(weight, v.x * split.inverse, merged[i][0]);
-        merged[i][1] = fmaf(weight, v.y * split.inverse, merged[i][1]);
-        merged[i][2] = fmaf(weight, v.z * split.inverse, merged[i][2]);
-        merged[i][3] = fmaf(weight, v.w * split.inverse, merged[i][3]);
+        const auto add = [&](float& to, float of_mine, float of_theirs) {
+          to = fmaf(weight, any ? (is_mine ? of_mine : of_theirs) * split_inverse : 0.0f, to);
+        };
+        add(merged[i][0], mine[i].x, theirs[i].x);
+        add(merged[i][1], mine[i].y, theirs[i].y);
+        add(merged[i][2], mine[i].z, theirs[i].z);
+        add(merged[i][3], mine[i].w, theirs[i].w);
       }
-    };
-    add(first, first_weight * inverse);
-    add(second, second_weight * inverse);
+    }
     const float factor = epilogue::sink_factor(sink, lse);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
