@@ -77,21 +77,21 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    8: Cost(3.775, 2.169, 1.149, 2.543, 1.8),
-    16: Cost(5.299, 1.724, 1.213, 1.886, 1.5),
-    32: Cost(6.849, 1.983, 1.460, 3.408, 0.7),
-    64: Cost(8.492, 2.327, 2.192, 3.273, 0.0),
+    8: Cost(4.240, 2.108, 1.111, 2.543, 1.277),
+    16: Cost(5.241, 1.930, 1.332, 1.458, 1.102),
+    32: Cost(7.574, 1.492, 1.562, 2.683, 0.880),
+    64: Cost(7.937, 2.520, 2.160, 3.567, 0.0),
 }
 PAIR = 2
 MOST_PARTS = 6
-COMBINE_US = 1.673
-SMALL_COMBINE_US = 1.571
+COMBINE_US = 1.155
+SMALL_COMBINE_US = 1.129
 SMALL_COMBINE_ROWS = 264
-COMBINE_BYTES_PER_US = 5.740e6
+COMBINE_BYTES_PER_US = 4.918e6
 """By heads a block; and the combine kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py`
 from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
 rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
-18 % too short to 12 % too long. Lists of more than 1152 keys are not measured.
+16 % too short to 11 % too long. Lists of more than 1152 keys are not measured.
 
 MOST_PARTS: rows that a block takes at most, unsplit; with more of them every row is a block of its own (kMostTurns in
 csrc/decode/sm90/sparse_decode.cu, which names the outputs: the model knows only bf16).
@@ -100,7 +100,7 @@ SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to p
 csrc/decode/combine.cu).
 """
 
-CUT_US = {8: 0.0, 16: 0.0, 32: 0.0, 64: 0.0}
+CUT_US = {8: 0.0, 16: 0.25, 32: 0.5, 64: 7.25}
 """By heads a block: what rows of which the last ones are split are taken to cost more than the model says. By
 `benchmark/cut_times.py` from times on an H200, which are in benchmark/results/h200/cut_times.csv.
 """
@@ -134,15 +134,17 @@ class Cut(NamedTuple):
 H200_SMS = 132
 FASTER = (
     ((24, 8, 640), Plan(8, 4)),
-    ((8, 8, 1152), Plan(8, 10)),
-    ((1, 16, 128), Plan(8, 2)),
+    ((32, 8, 1152), Plan(8, 3)),
     ((12, 16, 640), Plan(16, 5)),
+    ((4, 16, 1152), Plan(8, 12)),
     ((12, 16, 1152), Plan(16, 10)),
-    ((4, 32, 640), Plan(8, 6)),
-    ((2, 32, 1152), Plan(8, 12)),
-    ((2, 64, 640), Plan(8, 6)),
-    ((1, 64, 1152), Plan(8, 12)),
-    ((32, 64, 1152), Plan(64, 4)),
+    ((2, 32, 1152), Plan(8, 10)),
+    ((4, 32, 1152), Plan(16, 11)),
+    ((16, 32, 1152), Plan(16, 4)),
+    ((12, 64, 640), Plan(32, 5)),
+    ((1, 64, 1152), Plan(8, 11)),
+    ((8, 64, 1152), Plan(32, 7)),
+    ((64, 64, 1152), Plan(32, 1)),
 )
 """Of the shapes measured, (rows, heads, keys), those for which the model's plan takes more than 1 % longer than this
 one; 128 heads are looked up as twice the rows of 64. `benchmark/plan_times.py` prints them.
@@ -157,11 +159,11 @@ def usual_keys(main: Source, extra: Source | None) -> int | None:
 
 
 def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) -> float:
-    """Time of a decode by the model, the mean of warm and cold: waves of blocks, then the combine kernel. Splits
-    without keys cost nothing.
+    """Time of a decode by the model, the mean of warm and cold: waves of blocks, then the combine kernel, or the merge
+    of a pair. Splits without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    5.30 + 0.52 + 1.21 = 7.03; partials of 1.3 MB, 1.57 + 0.23. Together 8.83.
+    5.24 + 0.58 + 1.33 = 7.16; partials of 1.3 MB, 1.13 + 0.27. Together 8.55.
     """
     cost = COSTS[plan.block_heads]
     all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
@@ -203,8 +205,8 @@ def choose_plan(
         batch_invariant: heads a block from ``heads`` alone; ``num_splits`` is then given.
         usual: `usual_keys`; if not None, the least time for so many keys among the plans that MOST_LOSS allows.
 
-    Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (8, 10), 8 rows (16, 4), 128 rows (64, 1). 128 + 576 keys of which
-    256 are usual: 16 rows (8, 1).
+    Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (8, 10), 32 rows (32, 2), 128 rows (64, 1). 128 + 576 keys of
+    which 256 are usual: 16 rows (8, 1).
     """
     usual = keys if usual is None else usual
     if not batch_invariant and usual == keys and sm_count == H200_SMS:

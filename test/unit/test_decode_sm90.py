@@ -103,9 +103,9 @@ def test_default_backend(monkeypatch):
 
 
 def test_worked_examples():
-    assert predicted_us(1, 64, 640, 132, Plan(16, 10)) == pytest.approx(8.83, abs=0.005)
+    assert predicted_us(1, 64, 640, 132, Plan(16, 10)) == pytest.approx(8.55, abs=0.005)
     assert choose_plan(1, 64, 640, 132) == (8, 10)
-    assert choose_plan(8, 64, 640, 132) == (16, 4)
+    assert choose_plan(32, 64, 640, 132) == (32, 2)
     assert choose_plan(128, 64, 640, 132) == (64, 1)
     assert choose_plan(1, 64, 0, 132).num_splits == 1
     assert choose_plan(16, 64, 704, 132, usual=256) == (8, 1)
@@ -151,7 +151,7 @@ def test_small_combines():
     text = (CSRC / "decode/combine.cu").read_text()
     (most,) = re.findall(r"kSmallGrid = (\d+);", text)
     assert int(most) == sm90_decode.SMALL_COMBINE_ROWS
-    longer = predicted_us(265, 1, 640, 10_000, Plan(8, 2)) - predicted_us(264, 1, 640, 10_000, Plan(8, 2))
+    longer = predicted_us(265, 1, 640, 10_000, Plan(8, 3)) - predicted_us(264, 1, 640, 10_000, Plan(8, 3))
     assert longer == pytest.approx(sm90_decode.COMBINE_US - sm90_decode.SMALL_COMBINE_US, abs=0.02)
 
 
@@ -233,8 +233,28 @@ def test_callers_plan_for_usual_lengths(monkeypatch):
     splits = ops._resolve_num_splits(q, problem.main, problem.extra, None, False, "sm90")
     plan = choose_plan(16, 64, 704, 132, usual=256)
     assert splits == plan.num_splits != choose_plan(16, 64, 704, 132).num_splits
-    arguments = sm90_decode._attention(q, problem.main, problem.extra, 1.0, splits, False, (None, None, None))
-    assert arguments[-4] == plan.block_heads
+    assert sm90_decode.plan_of(q, problem.main, problem.extra, splits) == plan
+
+
+def test_merges(monkeypatch):
+    """Two splits, with fewer than 64 heads a block; also batch-invariant ones."""
+    monkeypatch.setattr(sm90_decode, "count_sms", lambda device: 132)
+    for heads in (8, 32, 64):
+        problem = td.random_problem(32, heads, 128, 512, extra_page_size=64)
+        assert sm90_decode.merges(problem.q, problem.main, problem.extra, 2, False)
+        assert not sm90_decode.merges(problem.q, problem.main, problem.extra, 3, False)
+        assert not sm90_decode.merges(problem.q, problem.main, problem.extra, 1, False)
+        assert sm90_decode.merges(problem.q, problem.main, problem.extra, 2, True) == (heads < 64)
+
+
+def test_pair_has_no_combine():
+    cost = sm90_decode.COSTS[32]
+    blocks = cost.fixed + cost.crowded * 128 / 132 + 5 * cost.tile
+    assert predicted_us(64, 32, 640, 132, Plan(32, 2)) == pytest.approx(blocks + cost.pair)
+    of_64 = predicted_us(64, 64, 640, 132, Plan(64, 2))
+    cost = sm90_decode.COSTS[64]
+    merged = sm90_decode.combine_us(64, 64, 2)
+    assert of_64 == pytest.approx(cost.fixed + cost.crowded * 128 / 132 + 5 * cost.tile + merged)
 
 
 def test_usual_keys():

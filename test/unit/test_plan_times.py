@@ -26,7 +26,9 @@ OURS = {f"{field}_{n}": getattr(cost, field) for n, cost in sm90_decode.COSTS.it
     "combine": sm90_decode.COMBINE_US,
     "partials": 1 / sm90_decode.COMBINE_BYTES_PER_US,
 }
+NO_TIMES = "pair_64"  # its splits are not merged by pairs
 OTHERS = {name: value * 1.3 + (0.0 if name == "partials" else 0.2) for name, value in OURS.items()}
+OTHERS[NO_TIMES] = 0.0
 
 
 def model_times(constants: dict[str, float], noise: float = 0.0) -> list[Time]:
