@@ -28,7 +28,7 @@ from sgl_dsv4_kernels.sm90_decode import Cut, Plan
 from sgl_dsv4_kernels.testing_decode import Problem
 
 TURNS = (1, 2, 3)
-BEYOND = (4, 12, 20, 28, 44, 60, 84)
+BEYOND = (4, 12, 20, 28, 44, 60)
 """Rows more than full turns of them, where a row is one block."""
 STEPS = [step / 4 for step in range(-16, 33)]
 """Microseconds that are tried."""

@@ -124,6 +124,11 @@ class Plan(NamedTuple):
     num_splits: int
 
 
+def in_pairs(plan: Plan) -> bool:
+    """Whether the splits are merged in the decode kernel, by pairs of blocks. Not where amax is wanted."""
+    return plan.num_splits == PAIR and plan.block_heads < 64
+
+
 class Cut(NamedTuple):
     """Of so many rows the outputs are written at once; the others are split."""
 
@@ -176,7 +181,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     time = first + (waves - 1) * later + waves * -(-all_tiles // splits) * cost.tile
     if plan.num_splits == 1:
         return time
-    if plan.num_splits == PAIR and plan.block_heads < 64:
+    if in_pairs(plan):
         return time + cost.pair
     return time + combine_us(rows, heads, splits)
 
@@ -313,8 +318,8 @@ def plan_of(
 
 
 def merges(q: torch.Tensor, main: Source, extra: Source | None, num_splits: int, batch_invariant: bool) -> bool:
-    """Whether the splits of a call are merged in the decode kernel, by pairs of blocks; without amax."""
-    return num_splits == PAIR and plan_of(q, main, extra, num_splits, batch_invariant).block_heads < 64
+    """`in_pairs` of a call."""
+    return num_splits == PAIR and in_pairs(plan_of(q, main, extra, num_splits, batch_invariant))
 
 
 cached_cut = functools.lru_cache(maxsize=4096)(choose_cut)
