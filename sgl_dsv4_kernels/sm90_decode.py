@@ -318,8 +318,11 @@ def plan_of(
 
 
 def merges(q: torch.Tensor, main: Source, extra: Source | None, num_splits: int, batch_invariant: bool) -> bool:
-    """`in_pairs` of a call."""
-    return num_splits == PAIR and in_pairs(plan_of(q, main, extra, num_splits, batch_invariant))
+    """`in_pairs` of a call. Not while torch.compile traces, which would trace the model for every plan; the combine
+    kernel gives the same bits."""
+    if num_splits != PAIR or torch.compiler.is_compiling():
+        return False
+    return in_pairs(plan_of(q, main, extra, num_splits, batch_invariant)._replace(num_splits=num_splits))
 
 
 cached_cut = functools.lru_cache(maxsize=4096)(choose_cut)

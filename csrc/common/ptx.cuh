@@ -351,8 +351,8 @@ __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t byt
 
 // ---- clusters ----
 
-// PTX ISA, "barrier.cluster": of all threads of the cluster's blocks that have not ended. What was written before a
-// thread arrived can be read behind the wait.
+// PTX ISA, "barrier.cluster": of all threads of the cluster's blocks. What was written before a thread arrived can be
+// read behind the wait. A warp arrives and waits as a whole.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

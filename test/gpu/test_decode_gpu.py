@@ -320,3 +320,16 @@ def test_compiles_without_graph_breaks(splits):
 
     want = run(problem.q)
     assert same_bits(torch.compile(run, fullgraph=True)(problem.q), want)
+
+
+@pytest.mark.parametrize("options", [dict(num_splits=2), dict(batch_invariant=True)])
+def test_compiled_two_splits(options):
+    """Merged in the decode kernel or, where torch.compile traced, by the combine kernel: the same bits."""
+    problem = td.random_problem(3, 8, 200, 200, rope=True, device=DEVICE)
+
+    def run(q):
+        arguments = problem.arguments() | dict(q=q * 2)
+        return dk.sparse_decode(**arguments, **problem.options, **options)
+
+    want = run(problem.q)
+    assert same_bits(torch.compile(run, fullgraph=True)(problem.q), want)

@@ -245,6 +245,8 @@ def test_merges(monkeypatch):
         assert not sm90_decode.merges(problem.q, problem.main, problem.extra, 3, False)
         assert not sm90_decode.merges(problem.q, problem.main, problem.extra, 1, False)
         assert sm90_decode.merges(problem.q, problem.main, problem.extra, 2, True) == (heads < 64)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not sm90_decode.merges(problem.q, problem.main, problem.extra, 2, False)
 
 
 def test_pair_has_no_combine():

@@ -2,8 +2,8 @@
 // a block merge half of the heads and write their outputs; the other block's results they read from its shared memory.
 // Bits are those of partials and the combine kernel.
 //
-// Cluster barriers: the results of both blocks are in shared memory; nobody reads them any more. Warps of the other
-// roles have ended by then, or do not wait any more.
+// Cluster barriers, of all threads of both blocks: their results are in shared memory; nobody reads them any more. The
+// copying and weighing warps take part because they have written there too.
 #pragma once
 
 #include <cmath>
@@ -25,6 +25,14 @@ __device__ __forceinline__ Part my_part_of_pair(const DecodeParams& p, int block
   const uint32_t block = ptx::ctaid_x(), pair = block / kPair, groups = static_cast<uint32_t>(p.groups.divisor);
   const uint32_t token = divide(pair, p.groups);
   return part_of(p, block_heads, (token * kPair + block % kPair) * groups + (pair - token * groups));
+}
+
+// What warps that do not merge do at their end.
+__device__ __forceinline__ void pass_cluster_barriers() {
+  for (int i = 0; i < 2; ++i) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
 }
 
 // A split without keys, by the attending warps: what the merge reads of it.

@@ -209,12 +209,14 @@ __global__ void __launch_bounds__(kRawThreads, 1) raw_tiles_kernel(const __grid_
     ptx::setmaxnreg_dec<Kernel::kWeighRegisters>();
     ptx::griddepcontrol_wait();
     if (Kernel::template weigh_tiles<kPairs>(p, part, lengths, shared)) ptx::bar_sync(0, kRawThreads);
+    if constexpr (kPairs) pass_cluster_barriers();
     return;
   }
   if (copies(warp)) {
     ptx::setmaxnreg_dec<Kernel::kCopyRegisters>();
     ptx::griddepcontrol_wait();
     if (copy_tiles(p, part, lengths, guess, shared)) ptx::bar_sync(0, kRawThreads);
+    if constexpr (kPairs) pass_cluster_barriers();
     return;
   }
   const Done done = Kernel::attend_tiles(p, part, lengths, shared);
