@@ -371,12 +371,18 @@ __device__ __forceinline__ float ld_cluster(uint32_t address) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   return x;
 }
-__device__ __forceinline__ float4 ld_cluster_v4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
+// Zeros, and no access, unless `wanted`.
+__device__ __forceinline__ float4 ld_cluster_v4_if(bool wanted, uint32_t address) {
+  float4 v = {};
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "@p ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+      : "r"(address), "r"(static_cast<int>(wanted))
+      : "memory");
   return v;
 }
 

@@ -60,11 +60,13 @@ __device__ __forceinline__ void write_pair(const DecodeParams& params, const Par
   ptx::cluster_arrive();
   ptx::cluster_wait();
 
+  // An empty split has no results: where they would lie, copies of a tile may have landed.
   float4 theirs[kCount], mine[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) theirs[i] = ptx::ld_cluster_v4(address_there(results + 32 * i));
   const float their_lse = ptx::ld_cluster(address_there(&shared.factor[head]));
   const float their_inverse = ptx::ld_cluster(address_there(&shared.inverse[head]));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    theirs[i] = ptx::ld_cluster_v4_if(their_lse != kMinusInfinity, address_there(results + 32 * i));
 #pragma unroll
   for (int i = 0; i < kCount; ++i) mine[i] = results[32 * i];
   const float my_lse = shared.factor[head], my_inverse = shared.inverse[head];
