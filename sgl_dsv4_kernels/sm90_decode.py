@@ -93,8 +93,8 @@ from times of plans on an H200, which are in benchmark/results/h200/plan_times.c
 rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
 16 % too short to 11 % too long. Lists of more than 1152 keys are not measured.
 
-MOST_PARTS: rows that a block takes at most, unsplit; with more of them every row is a block of its own (kMostTurns in
-csrc/decode/sm90/sparse_decode.cu, which names the outputs: the model knows only bf16).
+MOST_PARTS: parts (rows, a split) that a block takes at most; with more of them every one is a block of its own
+(kMostTurns in csrc/decode/sm90/sparse_decode.cu, which names the outputs: the model knows only bf16).
 
 SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to prepare (kSmallGrid in
 csrc/decode/combine.cu).
@@ -352,7 +352,7 @@ def launch(
     prologue: Prologue = (None, None, None),
     batch_invariant: bool = False,
 ) -> None:
-    """The whole decode in one launch. Shapes are checked by the caller.
+    """The decode but for merging the splits of the last rows, where there are any. Shapes are checked by the caller.
 
     Args:
         epilogue: attn_sink, freqs_cis, positions, code of the output.

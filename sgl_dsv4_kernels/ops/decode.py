@@ -463,6 +463,8 @@ def _sparse_decode_op(
             batch_invariant=batch_invariant,
         )  # fmt: skip
         return
+    if (o_accum is None) != (lse_accum is None):
+        raise ValueError("o_accum and lse_accum: expected both or neither")
     if o_accum is not None:
         rest, first = (slice(q.shape[0] - o_accum.shape[1], None), slice(q.shape[0] - o_accum.shape[1]))
         _decode_partial(

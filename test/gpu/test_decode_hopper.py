@@ -17,6 +17,7 @@ import sgl_dsv4_kernels as dk
 from sgl_dsv4_kernels import sm90_decode, testing
 from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import CacheLayout
+from sgl_dsv4_kernels.ops import decode as ops
 from sgl_dsv4_kernels.reference import decode as reference
 from sgl_dsv4_kernels.reference.decode import Source
 from sgl_dsv4_kernels.settings import settings
@@ -188,7 +189,7 @@ def test_more_blocks_than_sms(block_heads, heads, tokens, with_norm, with_rope):
         check(result, td.truth(problem), "truth")
     step = min(60, sm90_decode.count_sms(DEVICE) // -(-heads // block_heads))
     for first in range(0, tokens, step):
-        few = dk.sparse_decode(**rows_of(given, first, first + step))
+        few = dk.sparse_decode(**rows_of(given, first, first + step), return_amax=True)  # kernels of one row
         assert torch.equal(result.out[first : first + step], few.out), first
         assert torch.equal(result.lse[first : first + step], few.lse), first
     for _ in range(3):
@@ -247,7 +248,7 @@ def test_many_rows_of_nan_and_of_infinity(block_heads):
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
     result = dk.sparse_decode(**given)
     for first in range(0, 200, 50):
-        few = dk.sparse_decode(**rows_of(given, first, first + 50))
+        few = dk.sparse_decode(**rows_of(given, first, first + 50), return_amax=True)  # kernels of one row
         for got, want in ((result.out, few.out), (result.lse, few.lse)):
             assert torch.equal(got[first : first + 50].nan_to_num(nan=77.0), want.nan_to_num(nan=77.0)), first
     assert not result.out[4, :5].isnan().any()
@@ -258,7 +259,7 @@ def test_more_blocks_than_sms_into_views(block_heads, shift):
     """Queries and outputs between others, whose vectors start anywhere; not a byte beside the outputs is written."""
     problem = mixed_rows(200, block_heads)
     given = problem.arguments() | problem.options | dict(num_splits=1, backend="sm90")
-    want = dk.sparse_decode(**given)
+    want = dk.sparse_decode(**given, return_amax=True)  # kernels of one row
     q = torch.full((201, block_heads + 2, 528), math.nan, dtype=torch.bfloat16, device=DEVICE)
     wide = torch.full_like(q, 7.0)
     inner = (slice(0, 200), slice(1, block_heads + 1), slice(shift, shift + 512))
@@ -270,16 +271,20 @@ def test_more_blocks_than_sms_into_views(block_heads, shift):
     assert (wide == 7.0).all()
 
 
-@pytest.mark.parametrize(("heads", "more", "splits"), [(1, 5, 10), (1, 40, 3), (2, 9, 4), (1, -100, 2), (1, 300, 2)])
+@pytest.mark.parametrize(
+    ("heads", "more", "splits"), [(1, 5, 10), (1, 40, 3), (2, 9, 4), (1, -100, 2), (1, 300, 2), (1, 300, 5)]
+)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_last_rows_in_splits(block_heads, heads, more, splits, shift, monkeypatch):
     """Every row has the bits that it has in a decode of rows of its kind alone, also in a graph; nothing beside the
-    outputs is written. Fewer rows than SMs, up to more splits than SMs; `shift`: outputs that start anywhere, which are
-    left to two launches.
+    outputs is written, and partials that nobody wrote are not read. Fewer rows than SMs, more splits than SMs, more
+    parts than a block takes; `shift`: outputs that start anywhere. What does not suit one launch is left to two.
 
     Args:
         heads: blocks of a row. more: rows beyond one for every SM, half of them split, or all beyond it.
     """
+    partials = ops._partials
+    monkeypatch.setattr(ops, "_partials", lambda *given: tuple(x.fill_(math.nan) for x in partials(*given)))
     sms = sm90_decode.count_sms(DEVICE) // heads
     tokens = sms + more
     whole = sms if 0 < more < sms else tokens // 2
@@ -293,8 +298,10 @@ def test_last_rows_in_splits(block_heads, heads, more, splits, shift, monkeypatc
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         dk.sparse_decode(**given, out=out, lse=lse)
         torch.cuda.synchronize()
-    parts = heads * splits * (tokens - whole)
-    one_launch = shift == 0 and (parts <= sms * heads if block_heads == 64 else tokens > sms)
+    split_parts = splits * (tokens - whole)
+    parts = whole + split_parts
+    suits = split_parts <= sms if block_heads == 64 else parts > sms
+    one_launch = shift == 0 and suits and parts <= sm90_decode.MOST_PARTS * sms
     launches = sum(event.count for event in profile.key_averages() if "sm90" in event.key)
     assert launches == (1 if one_launch else 2)
     eager, eager_lse = wide.clone(), lse.clone()
@@ -310,6 +317,23 @@ def test_last_rows_in_splits(block_heads, heads, more, splits, shift, monkeypatc
             assert torch.equal(got_lse[first:last], want.lse)
     out.fill_(7.0)
     assert (wide == 7.0).all()
+
+
+def test_cut_as_chosen():
+    """What a caller gets: 132 rows of 136 whole, the last four split, in one launch and the combine."""
+    if sm90_decode.count_sms(DEVICE) != sm90_decode.H200_SMS:
+        pytest.skip("the plan of another number of SMs")
+    problem = td.random_problem(136, 64, 128, 512, rope=True, device=DEVICE)
+    decode(problem)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = decode(problem)
+        torch.cuda.synchronize()
+    kernels = sorted(event.key for event in profile.key_averages() if "sgl_dsv4" in event.key)
+    assert [("many_parts_kernel" in kernel, "combine_kernel" in kernel) for kernel in kernels] in (
+        [(True, False), (False, True)],
+        [(False, True), (True, False)],
+    )
+    check(result, td.truth(problem), "truth")
 
 
 @pytest.mark.parametrize("block_heads", [8, 16, 32], indirect=True)

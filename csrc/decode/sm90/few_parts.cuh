@@ -3,7 +3,7 @@
 //
 // A query is made the operand of the products by the scoring warps when they are done with the part before. Outputs
 // leave a value warpgroup by 64 channels, through a small buffer: the stage of the last tile is free as soon as the
-// products are done.
+// products are done. Partials leave from the accumulators.
 //
 // barrier            who arrives             what becomes true
 // ends_full[part]    weighing threads        inverse and factor of the part's heads are in ends[]; parts in turn

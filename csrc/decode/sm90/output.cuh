@@ -1,5 +1,5 @@
 // From the results of a block in shared memory to partials or outputs: a warp takes a head at a time. (Partials of 8
-// heads: eight_heads.cuh.)
+// heads, and what blocks of several parts write: beside their roles.)
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,7 @@ __device__ __forceinline__ float* o_of(const DecodeParams& p, const Part& w, int
 
 // ---- what is one number a head ----
 
-// The head's sink in the natural log, -inf if there is none. (For partials none is given.)
+// The head's sink in the natural log, -inf if there is none. Partials do not use it.
 __device__ __forceinline__ float load_sink(const DecodeParams& p, const Part& w, int head) {
   const bool wanted = p.finish.attn_sink != nullptr && head < w.heads;
   return ptx::ld_global_if(wanted, p.finish.attn_sink + w.first_head + head, kMinusInfinity);

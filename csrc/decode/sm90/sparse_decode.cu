@@ -365,8 +365,10 @@ cudaError_t launch_parts(const DecodeParams& params, int64_t parts, bool pdl, cu
   if (cudaError_t err = device_facts(&facts); err != cudaSuccess) return err;
   if (parts > static_cast<int64_t>(kMostTurns) * facts.sm_count) return cudaSuccess;
   DecodeParams p = params;
-  p.o_accum -= p.num_whole * p.stride_o_token;  // to where a row before the first split one would have its partials
-  p.lse_accum -= p.num_whole * p.stride_lse_token;
+  if (p.o_accum != nullptr) {  // to where a row before the first split one would have its partials
+    p.o_accum -= p.num_whole * p.stride_o_token;
+    p.lse_accum -= p.num_whole * p.stride_lse_token;
+  }
   const uint32_t count = static_cast<uint32_t>(parts);
   const uint32_t blocks = std::min(count, static_cast<uint32_t>(facts.sm_count));
   if (p.block_heads == kTileHeads) return launch_many_parts(p, count, blocks, pdl, stream, taken);

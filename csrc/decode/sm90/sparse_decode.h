@@ -47,8 +47,9 @@ struct DecodeParams {
 };
 
 // Outputs of the first rows, partials of the others (with both: bf16 outputs without amax). One launch on `stream`,
-// none when T is 0; with both kinds of rows two where q or the outputs do not start at multiples of 16 bytes, or there
-// are more than six parts an SM. With `pdl` it may start while the previous kernel of the stream still runs; it reads
+// none when T is 0; with both kinds of rows two where one does not suit: q or outputs that do not start at multiples of
+// 16 bytes, more than six parts an SM, with 64 heads a block more splits than SMs or a driver without tensor maps, with
+// fewer no more parts than SMs. With `pdl` it may start while the previous kernel of the stream still runs; it reads
 // nothing before that one has finished. Reruns are bit-identical.
 cudaError_t launch_sparse_decode(const DecodeParams& params, bool pdl, cudaStream_t stream);
 
