@@ -79,7 +79,7 @@ def test_last_rows_in_splits(monkeypatch, whole, second_cache):
     cuts.clear()
     for fixed in (dict(num_splits=1), dict(batch_invariant=True), dict(output="fp8_group128"), dict(return_amax=True)):
         dk.sparse_decode(**given, **fixed)
-    assert not cuts
+        assert not cuts, fixed
 
 
 def test_forms_of_freqs_and_positions(problem):

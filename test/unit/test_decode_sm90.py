@@ -18,7 +18,16 @@ from sgl_dsv4_kernels import testing_decode as td
 from sgl_dsv4_kernels.layout import HEAD_DIM, CacheLayout
 from sgl_dsv4_kernels.ops import decode as ops
 from sgl_dsv4_kernels.reference.decode import Source
-from sgl_dsv4_kernels.sm90_decode import Cut, Plan, choose_cut, choose_plan, possible_cut, predicted_us, usual_keys
+from sgl_dsv4_kernels.sm90_decode import (
+    Cut,
+    Plan,
+    choose_cut,
+    choose_plan,
+    cut_us,
+    possible_cut,
+    predicted_us,
+    usual_keys,
+)
 from sgl_dsv4_kernels.split_partition import MAX_PARTIAL_BYTES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -177,7 +186,8 @@ def test_cut():
     assert choose_cut(160, 64, 640, 132) == Cut(132, 4)  # as many SMs, and no longer splits than in three
     assert choose_cut(272, 8, 640, 132) == Cut(264, 10)
     assert choose_cut(68, 128, 640, 132) == Cut(66, 10)
-    assert [choose_cut(rows, 64, 640, 132) for rows in (0, 1, 16, 128, 132, 256, 264, 384)] == [None] * 8
+    assert [choose_cut(rows, 64, 640, 132) for rows in (0, 1, 16, 128, 132, 192, 256, 264, 384)] == [None] * 9
+    assert choose_cut(136, 64, 128, 132) is None  # too short
     # Up to 1152 keys are listed, 256 are usual.
     assert choose_cut(192, 64, 1152, 132) == Cut(132, 2)
     assert choose_cut(192, 64, 1152, 132, usual=128) is None
@@ -209,10 +219,13 @@ def test_cut_of_few_sms(sm_count):
 @pytest.mark.parametrize("keys", [1, 128, 640, 1152, 8384])
 def test_cuts_fill_the_turns(heads, keys):
     """Whole rows give every SM the same number of parts, the splits of the others find an SM each, and as long ones
-    could not be fewer."""
+    could not be fewer. What is chosen is predicted to be faster."""
     for rows in range(1, 900):
         plan = Plan(choose_plan(rows, heads, keys, 132).block_heads, 1)
-        cut = possible_cut(rows, heads, keys, 132, plan)
+        cut, chosen = possible_cut(rows, heads, keys, 132, plan), choose_cut(rows, heads, keys, 132)
+        if chosen is not None:
+            assert chosen == cut
+            assert cut_us(rows, heads, keys, 132, plan, cut) < predicted_us(rows, heads, keys, 132, plan)
         if cut is None:
             continue
         blocks, tiles = heads // plan.block_heads, -(-keys // 64)
