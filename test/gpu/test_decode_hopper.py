@@ -323,7 +323,7 @@ def test_cut_as_chosen():
     """What a caller gets: 132 rows of 136 whole, the last four split, in one launch and the combine."""
     if sm90_decode.count_sms(DEVICE) != sm90_decode.H200_SMS:
         pytest.skip("the plan of another number of SMs")
-    problem = td.random_problem(136, 64, 128, 512, rope=True, device=DEVICE)
+    problem = td.random_problem(136, 64, 128, 512, extra_page_size=64, rope=True, device=DEVICE)
     decode(problem)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         result = decode(problem)
