@@ -60,6 +60,9 @@ __device__ __forceinline__ void keep(int& value) {
 __device__ __forceinline__ void keep(uint32_t& value) {
   asm volatile("" : "+r"(value));
 }
+__device__ __forceinline__ void keep(float& value) {
+  asm volatile("" : "+f"(value));
+}
 
 // PTX ISA, "setmaxnreg" (sm_90a): moves the register limit of this warp; every warp of a warpgroup executes it, and the
 // sum over the block's warps must not exceed what the block was launched with, or the increase waits for ever.
@@ -355,6 +358,10 @@ __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t byt
 // read behind the wait. A warp arrives and waits as a whole.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// Orders nothing: for a thread that wrote nothing that is read behind the wait, or was met by one that arrives as above.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

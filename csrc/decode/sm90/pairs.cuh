@@ -30,7 +30,7 @@ __device__ __forceinline__ Part my_part_of_pair(const DecodeParams& p, int block
 // What warps that do not merge do at their end.
 __device__ __forceinline__ void pass_cluster_barriers() {
   for (int i = 0; i < 2; ++i) {
-    ptx::cluster_arrive();
+    ptx::cluster_arrive_relaxed();
     ptx::cluster_wait();
   }
 }
@@ -56,8 +56,13 @@ __device__ __forceinline__ void write_pair(const DecodeParams& params, const Par
   const int there = 1 - w.split;
   const float4* results = reinterpret_cast<const float4*>(shared.results[head]) + 32 * first_group + lane;
   const auto address_there = [&](const void* here) { return ptx::cluster_address(ptx::shared_address(here), there); };
+  // All warps have met: one orders what they wrote. It would wait for loads under way too.
+  if (warp == 0) {
+    ptx::cluster_arrive();
+  } else {
+    ptx::cluster_arrive_relaxed();
+  }
   const float sink = load_sink(params, w, head);
-  ptx::cluster_arrive();
   ptx::cluster_wait();
 
   // An empty split has no results: where they would lie, copies of a tile may have landed.
@@ -70,7 +75,6 @@ __device__ __forceinline__ void write_pair(const DecodeParams& params, const Par
 #pragma unroll
   for (int i = 0; i < kCount; ++i) mine[i] = results[32 * i];
   const float my_lse = shared.factor[head], my_inverse = shared.inverse[head];
-  ptx::cluster_arrive();
 
   // As combine.cu does it.
   const float most = fmaxf(my_lse, their_lse);
@@ -111,6 +115,10 @@ __device__ __forceinline__ void write_pair(const DecodeParams& params, const Par
       finish::apply_sink_and_rope(merged[i], factor, turn, place, p);
     }
   }
+  // What was read has arrived: nobody needs the other block any more.
+#pragma unroll
+  for (int i = 0; i < kCount * finish::kVec; ++i) ptx::keep(merged[i / finish::kVec][i % finish::kVec]);
+  ptx::cluster_arrive_relaxed();
   if (head < w.heads) {
     finish::store_output<kCount>(
         merged,
