@@ -359,7 +359,7 @@ __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t byt
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// Orders nothing: for a thread that wrote nothing that is read behind the wait, or was met by one that arrives as above.
+// Orders nothing: for a thread that wrote nothing that is read behind the wait, or has met one that arrives as above.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
