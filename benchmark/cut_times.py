@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     rows = []
     for shape, problem in shapes(args):
         sizes = (shape["b"], shape["heads"], shape["topk"] + shape["extra"], SM_COUNT)
-        plan = sm90_decode.choose_plan(*sizes)
+        plan = sm90_decode.choose_plan(*sizes, num_splits=1)
         cut = sm90_decode.possible_cut(*sizes, plan)
         if cut is None:
             continue

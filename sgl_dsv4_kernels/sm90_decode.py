@@ -77,21 +77,21 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    8: Cost(4.240, 2.108, 1.111, 2.543, 1.277),
-    16: Cost(5.241, 1.930, 1.332, 1.458, 1.102),
-    32: Cost(7.574, 1.492, 1.562, 2.683, 0.880),
-    64: Cost(7.937, 2.520, 2.160, 3.567, 0.0),
+    8: Cost(4.132, 2.018, 1.151, 2.383, 0.906),
+    16: Cost(5.171, 1.857, 1.335, 1.541, 0.682),
+    32: Cost(7.217, 1.778, 1.538, 2.832, 0.661),
+    64: Cost(8.560, 0.881, 2.185, 4.264, 0.0),
 }
 PAIR = 2
 MOST_PARTS = 6
-COMBINE_US = 1.155
-SMALL_COMBINE_US = 1.129
+COMBINE_US = 0.903
+SMALL_COMBINE_US = 1.135
 SMALL_COMBINE_ROWS = 264
-COMBINE_BYTES_PER_US = 4.918e6
+COMBINE_BYTES_PER_US = 3.925e6
 """By heads a block; and the combine kernel: launch, and the partials' way out and back. By `benchmark/plan_times.py`
 from times of plans on an H200, which are in benchmark/results/h200/plan_times.csv: 128 + 0, 512 and 1024 keys, 1 to 384
 rows of 8 to 64 heads; the mean of warm and cold (L2 flushed). They choose well, and are not exact: times are predicted
-16 % too short to 11 % too long. Lists of more than 1152 keys are not measured.
+17 % too short to 12 % too long. Lists of more than 1152 keys are not measured.
 
 MOST_PARTS: parts (rows, a split) that a block takes at most; with more of them every one is a block of its own
 (kMostTurns in csrc/decode/sm90/sparse_decode.cu, which names the outputs: the model knows only bf16).
@@ -100,7 +100,7 @@ SMALL_COMBINE_US: up to so many rows x heads the combine's blocks find time to p
 csrc/decode/combine.cu).
 """
 
-CUT_US = {8: 0.0, 16: 0.25, 32: 0.5, 64: 7.25}
+CUT_US = {8: 0.25, 16: 0.5, 32: 0.5, 64: 7.0}
 """By heads a block: what rows of which the last ones are split are taken to cost more than the model says. By
 `benchmark/cut_times.py` from times on an H200, which are in benchmark/results/h200/cut_times.csv.
 """
@@ -138,17 +138,17 @@ class Cut(NamedTuple):
 
 H200_SMS = 132
 FASTER = (
+    ((16, 8, 128), Plan(8, 1)),
     ((24, 8, 640), Plan(8, 4)),
-    ((32, 8, 1152), Plan(8, 3)),
     ((12, 16, 640), Plan(16, 5)),
-    ((4, 16, 1152), Plan(8, 12)),
+    ((4, 16, 1152), Plan(8, 10)),
     ((12, 16, 1152), Plan(16, 10)),
-    ((2, 32, 1152), Plan(8, 10)),
-    ((4, 32, 1152), Plan(16, 11)),
-    ((16, 32, 1152), Plan(16, 4)),
-    ((12, 64, 640), Plan(32, 5)),
-    ((1, 64, 1152), Plan(8, 11)),
+    ((8, 32, 128), Plan(8, 2)),
+    ((192, 32, 1152), Plan(32, 2)),
+    ((4, 64, 128), Plan(8, 2)),
+    ((1, 64, 1152), Plan(8, 10)),
     ((8, 64, 1152), Plan(32, 7)),
+    ((16, 64, 1152), Plan(32, 4)),
     ((64, 64, 1152), Plan(32, 1)),
 )
 """Of the shapes measured, (rows, heads, keys), those for which the model's plan takes more than 1 % longer than this
@@ -168,7 +168,7 @@ def predicted_us(rows: int, heads: int, keys: int, sm_count: int, plan: Plan) ->
     of a pair. Splits without keys cost nothing.
 
     Example: 1 row, 64 heads, 128 + 512 keys (10 tiles), 132 SMs, 16 heads a block, 10 splits: 40 blocks of one tile,
-    5.24 + 0.58 + 1.33 = 7.16; partials of 1.3 MB, 1.13 + 0.27. Together 8.55.
+    5.17 + 0.56 + 1.34 = 7.07; partials of 1.3 MB, 1.14 + 0.33. Together 8.54.
     """
     cost = COSTS[plan.block_heads]
     all_tiles = max(1, -(-keys // SPLIT_BLOCK_KEYS))
@@ -211,7 +211,7 @@ def choose_plan(
         usual: `usual_keys`; if not None, the least time for so many keys among the plans that MOST_LOSS allows.
 
     Example: 128 + 512 keys, 64 heads, 132 SMs: 1 row (8, 10), 32 rows (32, 2), 128 rows (64, 1). 128 + 576 keys of
-    which 256 are usual: 16 rows (8, 1).
+    which 256 are usual: 8 rows (8, 2).
     """
     usual = keys if usual is None else usual
     if not batch_invariant and usual == keys and sm_count == H200_SMS:
@@ -295,13 +295,15 @@ def choose_cut(rows: int, heads: int, keys: int, sm_count: int, usual: int | Non
 
     Example: 128 + 512 keys, 132 SMs: 136 rows of 64 heads, the last 4 in 10 splits; 68 rows of 128 heads, the last 2.
     """
-    plan = choose_plan(rows, heads, keys, sm_count, usual=usual)
-    cut = possible_cut(rows, heads, keys, sm_count, plan)
+    unsplit = choose_plan(rows, heads, keys, sm_count, num_splits=1, usual=usual)
+    cut = possible_cut(rows, heads, keys, sm_count, unsplit)
     if cut is None:
         return None
     length = keys if usual is None else usual
-    one, two = (time(rows, heads, length, sm_count, plan, *more) for time, *more in ((predicted_us,), (cut_us, cut)))
-    return cut if two + CUT_US[plan.block_heads] < one else None
+    alike = {unsplit, choose_plan(rows, heads, keys, sm_count, usual=usual)}
+    least = min(predicted_us(rows, heads, length, sm_count, plan) for plan in alike)
+    time = cut_us(rows, heads, length, sm_count, unsplit, cut) + CUT_US[unsplit.block_heads]
+    return cut if time < least else None
 
 
 cached_plan = functools.lru_cache(maxsize=4096)(choose_plan)

@@ -319,6 +319,130 @@ def test_last_rows_in_splits(block_heads, heads, more, splits, shift, monkeypatc
     assert (wide == 7.0).all()
 
 
+def cut_problem(block_heads: int, monkeypatch) -> tuple[dict, list[tuple[int, int, int]]]:
+    """Arguments of a decode of whole rows and of rows in two splits, and (first row, last row, splits) of each kind."""
+    sms = sm90_decode.count_sms(DEVICE)
+    tokens = sms + 18
+    monkeypatch.setattr(sm90_decode, "cached_cut", lambda *_: sm90_decode.Cut(sms, 2))
+    problem = mixed_rows(tokens, block_heads)
+    return problem.arguments() | problem.options | dict(backend="sm90"), [(0, sms, 1), (sms, tokens, 2)]
+
+
+def assert_same_as_alone(result: dk.DecodeOutput, given: dict, kinds: list[tuple[int, int, int]]) -> None:
+    """Rows of each kind have the bits that a decode of them alone gives, NaN where that has NaN."""
+    for first, last, splits in kinds:
+        want = dk.sparse_decode(**rows_of(given, first, last), num_splits=splits)
+        for got, alone in ((result.out, want.out), (result.lse, want.lse)):
+            assert torch.equal(got[first:last].nan_to_num(nan=77.0), alone.nan_to_num(nan=77.0)), (first, last)
+
+
+def out_at(shift: int, given: dict) -> torch.Tensor:
+    """Outputs whose rows start `shift` elements behind a multiple of 16 bytes: with 1 each kind of rows has a launch of
+    its own."""
+    tokens, heads, _ = given["q"].shape
+    return torch.full((tokens, heads, 520), 7.0, dtype=torch.bfloat16, device=DEVICE)[:, :, shift : shift + 512]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_cut_of_nan_and_of_infinity(block_heads, shift, monkeypatch):
+    """What is not a number stays in its row and head, among whole rows and among split ones."""
+    given, kinds = cut_problem(block_heads, monkeypatch)
+    for _, last, _ in kinds:
+        given["q"][last - 9] = math.nan
+        given["q"][last - 7, 3] = math.inf
+        given["q"][last - 5] *= 2.0**60
+    given["attn_sink"][5] = math.nan
+    result = dk.sparse_decode(**given, out=out_at(shift, given))
+    assert_same_as_alone(result, given, kinds)
+    for _, last, _ in kinds:
+        assert result.out[last - 9].isnan().any()
+        assert not result.out[last - 8, :5].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_cut_of_views(block_heads, shift, dtype, monkeypatch):
+    """Queries, lengths, indices and positions between others."""
+    given, kinds = cut_problem(block_heads, monkeypatch)
+    freqs, positions = given["inverse_rope"]
+    given["inverse_rope"] = given["q_rope"] = (freqs, positions.to(dtype))
+    result = dk.sparse_decode(**given, out=out_at(shift, given))
+    assert_same_as_alone(result, given, kinds)
+
+    def between(x: torch.Tensor, before: int, behind: int, filler: float = 0) -> torch.Tensor:
+        wide = torch.full(
+            (x.shape[0], *x.shape[1:-1], before + x.shape[-1] + behind), filler, dtype=x.dtype, device=DEVICE
+        )
+        view = wide[..., before : before + x.shape[-1]]
+        view.copy_(x)
+        return view
+
+    views = {name: between(given[name], 3, 5, -1) for name in ("indices", "extra_indices")}
+    views |= {name: between(given[name][:, None], 1, 1, 64)[:, 0] for name in ("topk_length", "extra_topk_length")}
+    views["q"] = between(given["q"], 8, 8, math.nan)
+    views["inverse_rope"] = views["q_rope"] = (freqs, between(positions.to(dtype)[:, None], 2, 1)[:, 0])
+    again = dk.sparse_decode(**(given | views), out=out_at(shift, given))
+    assert torch.equal(again.out, result.out)
+    assert torch.equal(again.lse, result.lse)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_cuts_in_a_chain(block_heads, shift, pdl, monkeypatch):
+    """In a graph, one decode behind the other, whose queries are the outputs of the one before; replayed."""
+    monkeypatch.setattr(settings, "pdl", pdl)
+    given, _ = cut_problem(block_heads, monkeypatch)
+
+    def chain(outs: list[torch.Tensor]) -> None:
+        for before, out in zip([given["q"], *outs], outs, strict=False):
+            dk.sparse_decode(**(given | dict(q=before)), out=out)
+
+    want, got = ([out_at(shift, given) for _ in range(3)] for _ in range(2))
+    for i, out in enumerate(want):
+        dk.sparse_decode(**(given | dict(q=want[i - 1] if i else given["q"])), out=out)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(got)
+    for _ in range(3):
+        for out in got:
+            out.fill_(math.nan)
+        graph.replay()
+        for out, one in zip(got, want, strict=True):
+            assert torch.equal(out, one)
+
+
+def test_bad_partials():
+    """What the op says of partials and splits that it cannot take."""
+    problem = td.random_problem(4, 8, 128, 512, device=DEVICE)
+    o_accum, lse_accum = torch.empty(3, 4, 8, 512, device=DEVICE), torch.empty(3, 4, 8, device=DEVICE)
+    out, lse = torch.empty_like(problem.q), torch.empty(4, 8, device=DEVICE)
+    amax = torch.empty(4, 8, device=DEVICE)
+
+    def launch(*partials: torch.Tensor | None, amax: torch.Tensor | None = None, num_splits: int = 1) -> None:
+        result = (out, lse, None, amax, *partials)
+        epilogue = (None, None, None, 0)
+        sm90_decode.launch(problem.q, problem.main, problem.extra, 0.1, epilogue, result, num_splits=num_splits)
+
+    for message, given in (
+        ("o_accum and lse_accum: expected both or neither", dict(partials=(o_accum, None))),
+        ("o_accum and lse_accum: expected both or neither", dict(partials=(None, lse_accum))),
+        (
+            "o_accum: expected partials of 1 to 4 rows, got 5",
+            dict(partials=(torch.empty(3, 5, 8, 512, device=DEVICE), torch.empty(3, 5, 8, device=DEVICE))),
+        ),
+        ("o_accum: expected bf16 outputs without amax", dict(partials=(o_accum, lse_accum), amax=amax)),
+        ("num_splits: expected 1, or 2 .* got 3", dict(partials=(None, None), num_splits=3)),
+        ("num_splits: expected 1, or 2 .* got 2", dict(partials=(None, None), num_splits=2, amax=amax)),
+        ("num_splits: expected 1, or 2 .* got 2", dict(partials=(o_accum, lse_accum), num_splits=2)),
+    ):
+        partials = given.pop("partials")
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            launch(*partials, **given)
+    launch(o_accum[:, :2], lse_accum[:, :2])
+    torch.cuda.synchronize()
+
+
 def test_cut_as_chosen():
     """What a caller gets: 132 rows of 136 whole, the last four split, in one launch and the combine."""
     if sm90_decode.count_sms(DEVICE) != sm90_decode.H200_SMS:
