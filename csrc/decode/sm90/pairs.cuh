@@ -18,8 +18,6 @@
 
 namespace sgl_dsv4::sm90 {
 
-inline constexpr int kPair = 2;
-
 // The splits of a row and its heads are neighbours.
 __device__ __forceinline__ Part my_part_of_pair(const DecodeParams& p, int block_heads) {
   const uint32_t block = ptx::ctaid_x(), pair = block / kPair, groups = static_cast<uint32_t>(p.groups.divisor);

@@ -24,6 +24,9 @@ struct Source {
   Divisor page_size;
 };
 
+// So many splits of a row may be merged on chip, by as many blocks.
+inline constexpr int kPair = 2;
+
 struct DecodeParams {
   const void* q;        // [T, h, 512] bf16, last stride 1
   QueryPrologue query;  // what is done to q first
@@ -35,7 +38,7 @@ struct DecodeParams {
   float scale_log2;  // softmax_scale * log2(e)
   int32_t num_tokens, num_heads;
   int32_t num_whole;    // of the first so many rows the outputs are written, of the others the partials of every split
-  int32_t num_splits;   // of these; if there are none 1, or with fewer than 64 heads a block 2: merged on chip
+  int32_t num_splits;   // of these; if there are none 1, or with fewer than 64 heads a block kPair
   int32_t block_heads;  // heads a block: 8, 16, 32 or 64
   Divisor groups, splits;  // blocks that share a row's heads, num_splits: set by the launch
   bool q_is_aligned;       // rows of q start at multiples of 16 bytes

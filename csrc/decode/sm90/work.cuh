@@ -55,29 +55,15 @@ struct Work : Part {
   BlockRange range;
 };
 
-// `block_heads`: heads a block, but for the last of a row.
-__device__ __forceinline__ Part part_of(const DecodeParams& p, int block_heads, uint32_t block) {
-  const uint32_t rest = divide(block, p.groups);
-  const uint32_t group = block - rest * static_cast<uint32_t>(p.groups.divisor);
-  const uint32_t token = divide(rest, p.splits);
-  Part part;
-  part.token = token;
-  part.split = static_cast<int>(rest - token * static_cast<uint32_t>(p.splits.divisor));
-  part.whole = false;
-  part.first_head = static_cast<int>(group) * block_heads;
-  part.heads = min(block_heads, p.num_heads - part.first_head);
-  return part;
-}
-
-// Of a launch whose blocks take several parts. kCut: whole rows come first, then the splits of the others.
+// `at`: which part of the launch; neighbours have other heads, then splits, then rows. kCut: whole rows come first,
+// then splits of the others. `block_heads`: heads a block, but for the last of a row.
 template <bool kCut>
 __device__ __forceinline__ Part part_at(const DecodeParams& p, int block_heads, uint32_t at) {
-  if constexpr (!kCut) return part_of(p, block_heads, at);
-  const uint32_t num_whole = static_cast<uint32_t>(p.num_whole);
+  const uint32_t num_whole = kCut ? static_cast<uint32_t>(p.num_whole) : 0;
   const uint32_t row_or_split = divide(at, p.groups);
   const uint32_t group = at - row_or_split * static_cast<uint32_t>(p.groups.divisor);
   Part part;
-  part.whole = row_or_split < num_whole;
+  part.whole = kCut && row_or_split < num_whole;
   const uint32_t split = part.whole ? 0 : row_or_split - num_whole;
   const uint32_t row = divide(split, p.splits);
   part.token = part.whole ? row_or_split : num_whole + row;
@@ -85,6 +71,10 @@ __device__ __forceinline__ Part part_at(const DecodeParams& p, int block_heads, 
   part.first_head = static_cast<int>(group) * block_heads;
   part.heads = min(block_heads, p.num_heads - part.first_head);
   return part;
+}
+
+__device__ __forceinline__ Part part_of(const DecodeParams& p, int block_heads, uint32_t block) {
+  return part_at<false>(p, block_heads, block);
 }
 
 __device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) {
