@@ -143,7 +143,8 @@ void sparse_decode_sm90(Tensor q, Tensor cache, Tensor indices, OptionalTensor t
     fill_partials(*o_accum, *lse_accum, rows, n.device, &p);
   }
   check(num_splits == 1 || (num_splits == sm90::kPair && block_heads < 64 && !o_accum && !amax),
-        "num_splits: expected 1, or ", sm90::kPair, " with fewer than 64 heads a block, without amax and o_accum; got ", num_splits);
+        "num_splits: expected 1, or ", sm90::kPair, " with fewer than 64 heads a block, without amax and o_accum; got ",
+        num_splits);
   if (!o_accum) p.num_splits = static_cast<int32_t>(num_splits);
   launch("sparse_decode_sm90", p, n.device, pdl);
 }

@@ -378,6 +378,20 @@ __device__ __forceinline__ float ld_cluster(uint32_t address) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   return x;
 }
+// Zero, and no access, unless `wanted`.
+__device__ __forceinline__ float ld_cluster_if(bool wanted, uint32_t address) {
+  float x = 0.0f;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p ld.shared::cluster.f32 %0, [%1];\n"
+      "}\n"
+      : "+f"(x)
+      : "r"(address), "r"(static_cast<int>(wanted))
+      : "memory");
+  return x;
+}
 // Zeros, and no access, unless `wanted`.
 __device__ __forceinline__ float4 ld_cluster_v4_if(bool wanted, uint32_t address) {
   float4 v = {};

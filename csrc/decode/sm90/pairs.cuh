@@ -2,8 +2,9 @@
 // a block merge half of the heads and write their outputs; the other block's results they read from its shared memory.
 // Bits are those of partials and the combine kernel.
 //
-// Cluster barriers, of all threads of both blocks: their results are in shared memory; nobody reads them any more. The
-// copying and weighing warps take part because they have written there too.
+// Cluster barriers, of all threads of both blocks: their results are in shared memory; nobody reads them any more. What
+// the copying and weighing warps wrote is ordered by the block's own barriers; they take part because all threads
+// count.
 #pragma once
 
 #include <cmath>
@@ -66,10 +67,11 @@ __device__ __forceinline__ void write_pair(const DecodeParams& params, const Par
   // An empty split has no results: where they would lie, copies of a tile may have landed.
   float4 theirs[kCount], mine[kCount];
   const float their_lse = ptx::ld_cluster(address_there(&shared.factor[head]));
-  const float their_inverse = ptx::ld_cluster(address_there(&shared.inverse[head]));
+  // What is read is used below: a load must not be under way when the other block may end.
+  const bool any_there = their_lse != kMinusInfinity;
+  const float their_inverse = ptx::ld_cluster_if(any_there, address_there(&shared.inverse[head]));
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    theirs[i] = ptx::ld_cluster_v4_if(their_lse != kMinusInfinity, address_there(results + 32 * i));
+  for (int i = 0; i < kCount; ++i) theirs[i] = ptx::ld_cluster_v4_if(any_there, address_there(results + 32 * i));
 #pragma unroll
   for (int i = 0; i < kCount; ++i) mine[i] = results[32 * i];
   const float my_lse = shared.factor[head], my_inverse = shared.inverse[head];
