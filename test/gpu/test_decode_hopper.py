@@ -394,14 +394,14 @@ def test_cuts_in_a_chain(block_heads, shift, pdl, monkeypatch):
     monkeypatch.setattr(settings, "pdl", pdl)
     given, _ = cut_problem(block_heads, monkeypatch)
 
-    def chain(outs: list[torch.Tensor]) -> None:
-        for before, out in zip([given["q"], *outs], outs, strict=False):
-            dk.sparse_decode(**(given | dict(q=before)), out=out)
+    def chain(outs: list[torch.Tensor], wait: bool = False) -> None:
+        for q, out in zip([given["q"], *outs], outs, strict=False):
+            dk.sparse_decode(**(given | dict(q=q)), out=out)
+            if wait:
+                torch.cuda.synchronize()
 
     want, got = ([out_at(shift, given) for _ in range(3)] for _ in range(2))
-    for i, out in enumerate(want):
-        dk.sparse_decode(**(given | dict(q=want[i - 1] if i else given["q"])), out=out)
-        torch.cuda.synchronize()
+    chain(want, wait=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain(got)

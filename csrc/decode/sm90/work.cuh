@@ -73,12 +73,9 @@ __device__ __forceinline__ Part part_at(const DecodeParams& p, int block_heads, 
   return part;
 }
 
-__device__ __forceinline__ Part part_of(const DecodeParams& p, int block_heads, uint32_t block) {
-  return part_at<false>(p, block_heads, block);
-}
-
+// 64 heads a block ask again at the end: only one role keeps its results.
 __device__ __forceinline__ Part my_part(const DecodeParams& p, int block_heads) {
-  return part_of(p, block_heads, ptx::ctaid_x());  // 64 heads ask again at the end: only one role keeps its results
+  return part_at<false>(p, block_heads, ptx::ctaid_x());
 }
 
 __device__ __forceinline__ BlockRange my_tiles(const DecodeParams& p, const RowBlocks& row, const Part& part) {
